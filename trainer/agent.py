@@ -1,0 +1,159 @@
+"""The agent of a node: starts this node's ranks through torch's elastic agent and ends them together.
+
+Ranks are forked after torch is imported, so that torch is loaded once a node instead of once a rank. That is safe
+because the agent never computes, never opens CUDA, and has no thread of its own.
+"""
+
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+from trainer import contract, record, worker
+from trainer.config import TrainConfig
+from trainer.failures import Board, Failure, of_exit
+from trainer.rendezvous import StaticRendezvous
+from trainer.topology import Topology
+
+LEAVE_TOGETHER_S = 30.0  # after the first rank of an agreed stop has left
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> int:
+    """Start this node's ranks, wait for the end of the run, and return its exit code."""
+    for name in ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # ours are handled below
+    rendezvous = StaticRendezvous(topology, facts, config.rendezvous_timeout_s)
+    store = rendezvous.meet()
+    _import_before_fork()
+    board = Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
+    spec = WorkerSpec(
+        role="trainer", local_world_size=topology.nproc_per_node or 1, rdzv_handler=rendezvous,
+        entrypoint=worker.run_forked, args=(config, topology), max_restarts=0, monitor_interval=0.05,
+    )
+    agent = Agent(spec, board, topology)
+    agent.run()
+    return _conclude(agent, board, config, topology)
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, plus: all ranks of all nodes end at the first failure, and signals ask the ranks to stop."""
+
+    def __init__(self, spec: WorkerSpec, board: Board, topology: Topology) -> None:
+        super().__init__(spec, DefaultLogsSpecs(), start_method="fork", exit_barrier_timeout=60, shutdown_timeout=5)
+        self.failure: Failure | None = None
+        self.preempted = False
+        self._board = board
+        self._topology = topology
+        self._left_at = 0.0
+        self._asked = 0
+        self._pid = os.getpid()
+        for number in _SIGNALS:
+            signal.signal(number, self._ask_to_stop)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        if self._asked:
+            self._signal_ranks(signal.SIGUSR1)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = self._ended()
+        try:
+            self._watch(ended)
+        except RuntimeError:
+            self.failure = self._head_lost()
+        if self.failure:
+            self._signal_ranks(signal.SIGKILL)
+            return RunResult(state=WorkerState.FAILED)
+        if contract.EXIT_PREEMPTED in ended.values():
+            return self._leave_together(ended)
+        return super()._monitor_workers(worker_group)
+
+    def _watch(self, ended: dict[int, int]) -> None:
+        self._board.beat()
+        for local_rank, code in ended.items():
+            if code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED) and not self._board.failed():
+                rank = self._topology.node_rank * len(self._pids()) + local_rank
+                self._board.report(of_exit(code, rank, self._topology.node_rank))
+        if self._board.failed():
+            self.failure = self._board.cause()
+
+    def _head_lost(self) -> Failure:
+        message = "vanished: its agent was killed or its host is gone"
+        return Failure(node_rank=0, host=self._topology.master_addr, message=message)
+
+    def _leave_together(self, ended: dict[int, int]) -> RunResult:
+        self._left_at = self._left_at or time.monotonic()
+        if len(ended) < len(self._pids()) and time.monotonic() - self._left_at < LEAVE_TOGETHER_S:
+            return RunResult(state=WorkerState.HEALTHY)
+        self.preempted = True
+        return RunResult(state=WorkerState.FAILED)
+
+    def _ended(self) -> dict[int, int]:
+        """Exit codes of the ranks that have ended, by local rank, without reaping them; negative for a signal."""
+        codes = {}
+        for local_rank, pid in self._pids().items():
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) if _is_child(pid) else None
+            if found:
+                codes[local_rank] = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return codes
+
+    def _pids(self) -> dict[int, int]:
+        return dict(self._pcontext.pids()) if self._pcontext else {}
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        for pid in self._pids().values():
+            if _is_child(pid):
+                os.kill(pid, number)
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        """First signal: the ranks finish the step, save and leave. A second Ctrl-C ends them at once."""
+        if os.getpid() != self._pid:
+            return
+        self._asked += 1
+        again = number == signal.SIGINT and self._asked > 1
+        self._signal_ranks(signal.SIGKILL if again else signal.SIGUSR1)
+
+
+def _is_child(pid: int) -> bool:
+    """True while the process is ours and not reaped, so that its number cannot belong to a stranger."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _import_before_fork() -> None:
+    """What every rank needs and is slow to import (DDP's constructor imports torch._dynamo: a second)."""
+    import torch._dynamo  # noqa: F401
+    import torch.nn.parallel  # noqa: F401
+
+    from trainer import loop  # noqa: F401
+
+
+def _conclude(agent: Agent, board: Board, config: TrainConfig, topology: Topology) -> int:
+    failure, code = agent.failure, contract.EXIT_DONE
+    if failure:
+        code = failure.exit_code
+        ours = topology.node_rank in (0, failure.node_rank)
+        print(failure.text() if ours else dataclasses.replace(failure, trace="").text(), file=sys.stderr, flush=True)
+    elif agent.preempted:
+        code = contract.EXIT_PREEMPTED
+    if topology.node_rank == 0 and failure:
+        record.close_failed(config, failure)
+    try:
+        board.leave()
+    except RuntimeError:
+        assert failure is not None, "the head's store went away after a good end"
+    return code

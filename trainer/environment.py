@@ -1,0 +1,82 @@
+"""Facts about the place a run happened in, for its record."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import __version__, contract
+from trainer.config import TrainConfig
+
+
+def describe(config: TrainConfig) -> dict[str, Any]:
+    """Versions, processor, threads and the environment variables that crossed on purpose."""
+    allowed = {key: value for key, value in os.environ.items() if contract.is_allowed(key) or key in contract.PLACEMENT}
+    return {
+        "python": platform.python_version(),
+        "trainer": __version__,
+        "torch": torch.__version__,
+        "torchvision": _version("torchvision"),
+        "numpy": _version("numpy"),
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "threads": config.threads,
+        "env": dict(sorted(allowed.items())),
+    }
+
+
+def image() -> dict[str, str | None]:
+    """The image this process runs in, as its launcher and its builder told; all None outside images."""
+    get = os.environ.get
+    return {"reference": get("TRAINER_IMAGE"), "id": get("TRAINER_IMAGE_ID"), "base": get("TRAINER_IMAGE_BASE")}
+
+
+def git() -> dict[str, Any]:
+    """Revision of the running code: told by the image, else asked of the checkout this module lies in."""
+    if "TRAINER_GIT_REVISION" in os.environ:
+        revision, dirty = os.environ["TRAINER_GIT_REVISION"], os.environ.get("TRAINER_GIT_DIRTY") == "1"
+        return {"revision": revision or None, "dirty": dirty}
+    revision = _git("rev-parse", "HEAD")
+    return {"revision": revision, "dirty": bool(_git("status", "--porcelain")) if revision else None}
+
+
+def agreed_facts() -> dict[str, Any]:
+    """What must be the same on every node of a run."""
+    return {
+        "trainer": __version__, "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:2])),
+        "image": os.environ.get("TRAINER_IMAGE_ID"),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,132 @@
+"""The first failure of a run, told to every node through the head's store before anything is torn down.
+
+A rank that dies takes its peers along: they see "connection closed" and fail too. Such echoes are kept apart from
+causes, so that what is printed last is what happened first.
+"""
+
+import dataclasses
+import json
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from trainer import contract
+from trainer.errors import UserError
+
+SETTLE_S = 3.0  # how long an echo waits for its cause
+BEAT_S = 0.5
+
+_ECHOES = (
+    "closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was closed", "timed out waiting",
+    "remote process exited", "failed to recv", "failed to send", "socket closed",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What ended a run: where, what, and the exit code that the run ends with."""
+
+    node_rank: int
+    message: str
+    rank: int | None = None
+    host: str = dataclasses.field(default_factory=socket.gethostname)
+    trace: str = ""
+    exit_code: int = contract.EXIT_FAILED
+
+    def text(self) -> str:
+        """The lines to print last: the traceback if there is one, then one line that names the place."""
+        if self.exit_code == contract.EXIT_BAD_REQUEST:
+            return f"error: {self.message}"
+        who = f"node {self.node_rank}" if self.rank is None else f"rank {self.rank} (node {self.node_rank})"
+        return f"{self.trace}first failure: {who} on {self.host}: {self.message}"
+
+
+def of_exception(error: BaseException, rank: int, node_rank: int) -> Failure:
+    """The failure that an exception in a rank stands for; a UserError keeps its one line."""
+    if isinstance(error, UserError):
+        return Failure(rank=rank, node_rank=node_rank, message=str(error), exit_code=contract.EXIT_BAD_REQUEST)
+    trace = "".join(traceback.format_exception(error))
+    return Failure(rank=rank, node_rank=node_rank, message=f"{type(error).__name__}: {error}", trace=trace)
+
+
+def of_exit(exit_code: int, rank: int, node_rank: int) -> Failure:
+    """The failure of a rank that died without a word; `exit_code` is negative for a signal."""
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        reason = " (out of memory?)" if name == "SIGKILL" else ""
+        return Failure(
+            rank=rank, node_rank=node_rank, message=f"killed by {name}{reason}", exit_code=128 - exit_code
+        )
+    return Failure(rank=rank, node_rank=node_rank, message=f"exit code {exit_code}", exit_code=exit_code)
+
+
+def is_echo(error: BaseException) -> bool:
+    """True if the exception only says that a peer is gone."""
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(fragment in text for fragment in _ECHOES)
+
+
+class Board:
+    """Where ranks and agents of all nodes write failures and heartbeats. Keys live in the head agent's store."""
+
+    def __init__(self, store: Store, node_rank: int, nnodes: int, hosts: Mapping[int, str] | None = None) -> None:
+        self._store = PrefixStore("board", store)
+        self._node_rank = node_rank
+        self._nnodes = nnodes
+        self._hosts = hosts or {}
+        self._beaten_at = 0.0
+
+    def report(self, failure: Failure, *, echo: bool = False) -> None:
+        """Tell every node; only the first report of each kind is kept."""
+        self._store.compare_set("echo" if echo else "cause", "", json.dumps(dataclasses.asdict(failure)))
+
+    def beat(self) -> None:
+        """Show that this node's agent lives; cheap enough to call in a loop."""
+        if time.monotonic() - self._beaten_at >= BEAT_S:
+            self._store.add(f"beat/{self._node_rank}", 1)
+            self._beaten_at = time.monotonic()
+
+    def failed(self) -> bool:
+        return self._store.check(["cause"]) or self._store.check(["echo"])
+
+    def cause(self) -> Failure | None:
+        """The first failure, or what is left to say of it after waiting for it. None if nothing failed."""
+        deadline = time.monotonic() + SETTLE_S
+        while not self._store.check(["cause"]) and self._store.check(["echo"]) and time.monotonic() < deadline:
+            self.beat()
+            time.sleep(0.05)
+        if not self._store.check(["cause"]) and self._store.check(["echo"]):
+            for node in self._silent_nodes():
+                message = "vanished: its agent was killed or its host is gone"
+                self.report(Failure(node_rank=node, host=self._hosts.get(node, "?"), message=message))
+                break
+        return self._read("cause") or self._read("echo")
+
+    def leave(self) -> None:
+        """Hold the head, whose store all others read, until every node has read the cause (5 s at most)."""
+        self._store.set(f"left/{self._node_rank}", "1")
+        if self._node_rank == 0:
+            deadline = time.monotonic() + 5
+            keys = [f"left/{node}" for node in range(self._nnodes)]
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _silent_nodes(self) -> list[int]:
+        nodes = range(self._nnodes)
+        before = [self._store.add(f"beat/{node}", 0) for node in nodes]
+        deadline = time.monotonic() + 3 * BEAT_S
+        while time.monotonic() < deadline:
+            self.beat()
+            time.sleep(0.05)
+        return [node for node in nodes if self._store.add(f"beat/{node}", 0) == before[node]]
+
+    def _read(self, key: str) -> Failure | None:
+        if not self._store.check([key]):
+            return None
+        self._store.wait([key], timedelta(seconds=5))
+        return Failure(**json.loads(self._store.get(key)))

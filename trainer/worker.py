@@ -1,0 +1,97 @@
+"""One rank: the process around the training loop. Signals, threads, device, process groups, exit code."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from trainer import contract, loop, record
+from trainer.config import TrainConfig
+from trainer.distributed import join_world
+from trainer.failures import Board, is_echo, of_exception
+from trainer.stop import StopRequest
+from trainer.topology import Topology
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def run_forked(config: TrainConfig, node: Topology) -> None:
+    """Body of a rank that the agent forked; RANK and its companions are in the environment."""
+    _die_with_parent()
+    assert node.nproc_per_node is not None
+    local_rank = int(os.environ["LOCAL_RANK"])
+    topology = dataclasses.replace(
+        node, rank=node.node_rank * node.nproc_per_node + local_rank, local_rank=local_rank,
+        master_port=int(os.environ["MASTER_PORT"]), agent_store=True,
+    )
+    store = _open_store(topology, config)
+    code = run_rank(config, topology, store, Board(store, node.node_rank, node.nnodes))
+    if code:
+        sys.exit(code)
+
+
+def run_alone(config: TrainConfig, topology: Topology) -> int:
+    """A rank that a scheduler started itself (srun, mpirun, torchrun): no agent of ours watches over it."""
+    return run_rank(config, topology, _open_store(topology, config), None)
+
+
+def run_rank(config: TrainConfig, topology: Topology, store: Store, board: Board | None) -> int:
+    """Train as one rank and return the exit code. A failure is told before this rank's connections close."""
+    configure_torch(config)
+    stop = StopRequest()
+    try:
+        with join_world(config, topology, store) as world:
+            try:
+                code = loop.train(config, world, stop)
+                world.barrier()
+            except BaseException as error:  # noqa: BLE001 the agent must hear of every end
+                code = _fail(error, config, topology, board)
+            return code
+    except Exception as error:  # noqa: BLE001 joining failed, or leaving
+        return _fail(error, config, topology, board)
+
+
+def _fail(error: BaseException, config: TrainConfig, topology: Topology, board: Board | None) -> int:
+    assert topology.rank is not None
+    failure = of_exception(error, topology.rank, topology.node_rank)
+    try:
+        if board:
+            board.report(failure, echo=is_echo(error))
+            return failure.exit_code
+    except RuntimeError:  # the head's store is gone: nobody else can tell
+        pass
+    print(failure.text(), file=sys.stderr, flush=True)
+    if topology.rank == 0:
+        record.close_failed(config, failure)
+    return failure.exit_code
+
+
+def _open_store(topology: Topology, config: TrainConfig) -> Store:
+    serve = topology.rank == 0 and not topology.agent_store
+    return TCPStore(
+        topology.master_addr, topology.master_port, is_master=serve, wait_for_workers=False,
+        timeout=timedelta(seconds=config.rendezvous_timeout_s),
+    )
+
+
+def _die_with_parent() -> None:
+    """No orphans: a rank ends when its agent is killed (Linux only; elsewhere the broken connection ends it)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(contract.EXIT_FAILED)
+
+
+def configure_torch(config: TrainConfig) -> None:
+    """Everything outside the model that decides the bits of a result."""
+    torch.set_num_threads(config.threads)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = not config.deterministic
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
