@@ -17,14 +17,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from trainer import contract, record, worker
+from trainer import contract, record, stop, worker
 from trainer.config import TrainConfig
-from trainer.failures import Board, Failure, of_exit
+from trainer.failures import Board, Failure, of_exit, vanished
 from trainer.rendezvous import StaticRendezvous
 from trainer.topology import Topology
 
 LEAVE_TOGETHER_S = 30.0  # after the first rank of an agreed stop has left
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> int:
@@ -34,6 +33,8 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # ours are handled below
     rendezvous = StaticRendezvous(topology, facts, config.rendezvous_timeout_s)
     store = rendezvous.meet()
+    if store is None:
+        return contract.EXIT_PREEMPTED
     _import_before_fork()
     board = Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
     spec = WorkerSpec(
@@ -41,7 +42,9 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
         entrypoint=worker.run_forked, args=(config, topology), max_restarts=0, monitor_interval=0.05,
     )
     agent = Agent(spec, board, topology)
-    agent.run()
+    result = agent.run()
+    stop.hold()
+    assert agent.failure or agent.preempted or not result.is_failed()
     return _conclude(agent, board, config, topology)
 
 
@@ -52,18 +55,18 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(), start_method="fork", exit_barrier_timeout=60, shutdown_timeout=5)
         self.failure: Failure | None = None
         self.preempted = False
+        self._suspected = False
         self._board = board
         self._topology = topology
         self._left_at = 0.0
         self._asked = 0
         self._pid = os.getpid()
-        for number in _SIGNALS:
+        for number in (*stop.STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._ask_to_stop)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        if self._asked:
-            self._signal_ranks(signal.SIGUSR1)
+        stop.release()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -71,10 +74,12 @@ class Agent(LocalElasticAgent):
         try:
             self._watch(ended)
         except RuntimeError:
-            self.failure = self._head_lost()
+            self.failure = vanished(0, self._topology.master_addr)
         if self.failure:
             self._signal_ranks(signal.SIGKILL)
             return RunResult(state=WorkerState.FAILED)
+        if self._suspected:
+            return RunResult(state=WorkerState.HEALTHY)  # until the cause is known
         if contract.EXIT_PREEMPTED in ended.values():
             return self._leave_together(ended)
         return super()._monitor_workers(worker_group)
@@ -82,15 +87,12 @@ class Agent(LocalElasticAgent):
     def _watch(self, ended: dict[int, int]) -> None:
         self._board.beat()
         for local_rank, code in ended.items():
-            if code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED) and not self._board.failed():
+            agreed = code in (contract.EXIT_DONE, contract.EXIT_PREEMPTED)
+            if code < 0 or (not agreed and not self._board.failed()):
                 rank = self._topology.node_rank * len(self._pids()) + local_rank
                 self._board.report(of_exit(code, rank, self._topology.node_rank))
-        if self._board.failed():
-            self.failure = self._board.cause()
-
-    def _head_lost(self) -> Failure:
-        message = "vanished: its agent was killed or its host is gone"
-        return Failure(node_rank=0, host=self._topology.master_addr, message=message)
+        self._suspected = self._board.failed()
+        self.failure = self._board.verdict()
 
     def _leave_together(self, ended: dict[int, int]) -> RunResult:
         self._left_at = self._left_at or time.monotonic()

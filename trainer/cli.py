@@ -3,12 +3,13 @@
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer import __version__, config, contract, topology
+from trainer import __version__, config, contract, stop, topology
 from trainer.errors import UserError, unknown_name
 
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return contract.EXIT_BAD_REQUEST
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def build_parser() -> Parser:
@@ -92,6 +95,8 @@ def train(arguments: argparse.Namespace) -> int:
 
 def start(settings: config.TrainConfig, place: topology.Topology) -> int:
     """Check what can be checked before any process is started, then train."""
+    stop.hold()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks where a peer is gone
     from trainer import preflight
 
     settings, place = preflight.prepare(settings, place)

@@ -45,7 +45,7 @@ class TrainConfig:
     dataset: str = option("digits", "data to train on", choices=DATASETS, shapes_result=True)
     data_dir: str = option("data", "folder of the data sets")
     download: bool = option(False, "fetch a missing data set, once per node")
-    epochs: int = option(15, "passes over the training split", minimum=1)
+    epochs: int = option(20, "passes over the training split", minimum=1)
     max_steps: int | None = option(None, "stop after this many optimizer steps", minimum=1)
     batch_size: int = option(64, "global batch size, shared among all ranks", minimum=1, shapes_result=True)
     eval_batch_size: int = option(1000, "samples of a validation batch on each rank", minimum=1)

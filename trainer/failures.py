@@ -11,7 +11,6 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
-from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
@@ -65,6 +64,12 @@ def of_exit(exit_code: int, rank: int, node_rank: int) -> Failure:
     return Failure(rank=rank, node_rank=node_rank, message=f"exit code {exit_code}", exit_code=exit_code)
 
 
+def vanished(node_rank: int, host: str) -> Failure:
+    """The failure of a whole node that shows no sign of life."""
+    message = "vanished: its agent was killed or its host is gone"
+    return Failure(node_rank=node_rank, host=host, message=message)
+
+
 def is_echo(error: BaseException) -> bool:
     """True if the exception only says that a peer is gone."""
     text = str(error).lower()
@@ -79,7 +84,8 @@ class Board:
         self._node_rank = node_rank
         self._nnodes = nnodes
         self._hosts = hosts or {}
-        self._beaten_at = 0.0
+        self._beaten_at = self._echo_at = 0.0
+        self._beats_at_echo: list[int] | None = None
 
     def report(self, failure: Failure, *, echo: bool = False) -> None:
         """Tell every node; only the first report of each kind is kept."""
@@ -92,41 +98,36 @@ class Board:
             self._beaten_at = time.monotonic()
 
     def failed(self) -> bool:
+        """True once anything was reported."""
         return self._store.check(["cause"]) or self._store.check(["echo"])
 
-    def cause(self) -> Failure | None:
-        """The first failure, or what is left to say of it after waiting for it. None if nothing failed."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self._store.check(["cause"]) and self._store.check(["echo"]) and time.monotonic() < deadline:
-            self.beat()
-            time.sleep(0.05)
-        if not self._store.check(["cause"]) and self._store.check(["echo"]):
-            for node in self._silent_nodes():
-                message = "vanished: its agent was killed or its host is gone"
-                self.report(Failure(node_rank=node, host=self._hosts.get(node, "?"), message=message))
-                break
-        return self._read("cause") or self._read("echo")
+    def verdict(self) -> Failure | None:
+        """The first failure; None while all is well or while an echo still waits for its cause. Call it in a loop."""
+        if self._store.check(["cause"]):
+            return self._read("cause")
+        if not self._store.check(["echo"]):
+            return None
+        if self._beats_at_echo is None:
+            self._beats_at_echo, self._echo_at = self._beats(), time.monotonic()
+        if time.monotonic() - self._echo_at < SETTLE_S:
+            return None
+        for node, (before, now) in enumerate(zip(self._beats_at_echo, self._beats(), strict=True)):
+            if before == now:
+                self.report(vanished(node, self._hosts.get(node, "unknown host")))
+                return self._read("cause")
+        return self._read("echo")
 
     def leave(self) -> None:
-        """Hold the head, whose store all others read, until every node has read the cause (5 s at most)."""
+        """Hold the head, whose store all others read, until every node has read the cause (2 s at most)."""
         self._store.set(f"left/{self._node_rank}", "1")
         if self._node_rank == 0:
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 2
             keys = [f"left/{node}" for node in range(self._nnodes)]
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def _silent_nodes(self) -> list[int]:
-        nodes = range(self._nnodes)
-        before = [self._store.add(f"beat/{node}", 0) for node in nodes]
-        deadline = time.monotonic() + 3 * BEAT_S
-        while time.monotonic() < deadline:
-            self.beat()
-            time.sleep(0.05)
-        return [node for node in nodes if self._store.add(f"beat/{node}", 0) == before[node]]
+    def _beats(self) -> list[int]:
+        return [self._store.add(f"beat/{node}", 0) for node in range(self._nnodes)]
 
-    def _read(self, key: str) -> Failure | None:
-        if not self._store.check([key]):
-            return None
-        self._store.wait([key], timedelta(seconds=5))
+    def _read(self, key: str) -> Failure:
         return Failure(**json.loads(self._store.get(key)))

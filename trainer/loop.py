@@ -29,10 +29,11 @@ def train(config: TrainConfig, world: World, stop: StopRequest) -> int:
     trainer = Trainer(config, world, workload, data.train.to(world.device), data.validation.to(world.device),
                       workloads.seeded_model(workload, data, config.seed))
     trainer.open_record({"name": data.name, "sha256": data.sha256() if world.is_main else ""})
-    trainer.resume()
-    code = trainer.run(stop)
-    trainer.close()
-    return code
+    try:
+        trainer.resume()
+        return trainer.run(stop)
+    finally:
+        trainer.close()
 
 
 class Trainer:
@@ -62,21 +63,16 @@ class Trainer:
         """The loop: step, and between steps log, validate, save, or stop together."""
         agreement = Agreement(self.world)
         progress = Progress(self.total_steps, self.order.steps_per_epoch, None if self.world.is_main else "none")
-        loss_sum, loss_steps = torch.zeros((), device=self.world.device), 0
         validated: dict[str, float] = {}
         began = time.perf_counter()
         while self.step < self.total_steps:
-            loss_sum += self.train_step()
-            loss_steps += 1
+            loss = self.train_step()
             last = self.step == self.total_steps
             if last or self.step % self.config.log_every == 0:
-                (mean,) = self.world.sum([float(loss_sum) / loss_steps / self.world.size])
-                self.train_s += time.perf_counter() - began
-                self.log(mean, progress)
-                began = time.perf_counter()
-                loss_sum.zero_()
-                loss_steps = 0
+                (mean,) = self.world.sum([float(loss) / self.world.size])
             self.train_s += time.perf_counter() - began
+            if last or self.step % self.config.log_every == 0:
+                self.log(mean, progress)
             if last or self.is_due(self.config.val_every):
                 validated = self.validate()
             stopping = not last and agreement.reached(stop.requested)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from trainer import stop
 from trainer.errors import UserError
 from trainer.topology import Topology
 
@@ -28,19 +29,21 @@ class StaticRendezvous(RendezvousHandler):
         self.hosts: dict[int, str] = {}
         self.store: TCPStore | None = None
 
-    def meet(self) -> TCPStore:
-        """Open or reach the head's store and wait until every node has said hello.
+    def meet(self) -> TCPStore | None:
+        """Open or reach the head's store and wait until every node has said hello. None if asked to stop meanwhile.
 
         Raises UserError naming the port in use, the unreachable head, the missing or the differing nodes.
         """
         self.store = self._listen() if self._topology.node_rank == 0 else self._reach()
-        self._say_hello(PrefixStore("hello", self.store))
-        return self.store
+        if self.store and self._say_hello(PrefixStore("hello", self.store)):
+            return self.store
+        return None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = self.store or self.meet()
-        address = RendezvousStoreInfo(self._topology.master_addr, store.port)
-        return RendezvousInfo(PrefixStore("agents", store), self._topology.node_rank, self._topology.nnodes, address)
+        assert self.store is not None, "meet() comes first"
+        address = RendezvousStoreInfo(self._topology.master_addr, self.store.port)
+        store = PrefixStore("agents", self.store)
+        return RendezvousInfo(store, self._topology.node_rank, self._topology.nnodes, address)
 
     def get_backend(self) -> str:
         return "static"
@@ -74,10 +77,12 @@ class StaticRendezvous(RendezvousHandler):
             hint = "another PET_MASTER_PORT (--master-port of the launcher), or end the run that holds it"
             raise UserError(f"Port {port} of the head node is in use.", hint) from None
 
-    def _reach(self) -> TCPStore:
+    def _reach(self) -> TCPStore | None:
         address, port = self._topology.master_addr, self._topology.master_port
         reason, told = "", time.monotonic() + 10
         while time.monotonic() < self._deadline:
+            if stop.waiting():
+                return None
             try:
                 socket.create_connection((address, port), timeout=2).close()
                 return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=self._timeout_s))
@@ -92,11 +97,13 @@ class StaticRendezvous(RendezvousHandler):
             f"{self._timeout_s:g} s: {reason}.", "check the address and that node 0 has started"
         )
 
-    def _say_hello(self, store: Store) -> None:
+    def _say_hello(self, store: Store) -> bool:
         nodes = range(self._topology.nnodes)
         hello = {"host": socket.gethostname(), "facts": self._facts}
         store.set(str(self._topology.node_rank), json.dumps(hello))
         while missing := [node for node in nodes if not store.check([str(node)])]:
+            if stop.waiting():
+                return False
             if time.monotonic() > self._deadline:
                 names = ", ".join(map(str, missing))
                 raise UserError(
@@ -107,6 +114,7 @@ class StaticRendezvous(RendezvousHandler):
         greetings = {node: json.loads(store.get(str(node))) for node in nodes}
         self.hosts = {node: greeting["host"] for node, greeting in greetings.items()}
         self._compare({node: greeting["facts"] for node, greeting in greetings.items()})
+        return True
 
     def _compare(self, facts: dict[int, dict[str, Any]]) -> None:
         for node, theirs in facts.items():

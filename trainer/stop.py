@@ -1,19 +1,44 @@
-"""A request to stop, from a scheduler or a person, that the training loop looks at between two steps."""
+"""Requests to stop, from a scheduler or a person. None is lost, from the first moment of the process to the last.
+
+Signals are held (blocked, so they stay pending) until somebody is there to handle them, and again at the end, so that
+a late one cannot spoil a good exit code.
+"""
 
 import os
 import signal
 from types import FrameType
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def hold() -> None:
+    """Let requests wait. Processes forked meanwhile hold them too."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def release() -> None:
+    """Deliver the requests that waited, now that they are handled."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def waiting() -> bool:
+    """True if a request came while they were held."""
+    return not signal.sigpending().isdisjoint(STOP_SIGNALS)
+
 
 class StopRequest:
-    """Becomes true on SIGTERM or SIGUSR1. Ctrl-C reaches the ranks through their agent, so they ignore it."""
+    """What the training loop looks at between two steps: true after SIGTERM or SIGUSR1.
+
+    Ctrl-C reaches the ranks through their agent, so they ignore it.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self._pid = os.getpid()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._request)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        release()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:  # a forked data loader inherits the handler but is not asked

@@ -81,7 +81,7 @@ def _read_pet(env: Env, nproc: int | None) -> Topology:
     if given is not None:
         _same(env, "PET_NPROC_PER_NODE", given, "--nproc-per-node", nproc)
     nnodes = integer(env, "PET_NNODES", default=1)
-    node_rank = integer(env, "PET_NODE_RANK", default=_index(env, nnodes))
+    node_rank = _index(env, nnodes)
     for other in ("JOB_COMPLETION_INDEX", "RANK"):
         if other in env and integer(env, other) != node_rank:
             raise contradiction(env, "PET_NODE_RANK", other, "both are this node's index")
@@ -239,8 +239,9 @@ def is_loopback(address: str) -> bool:
 
 
 def _index(env: Env, nnodes: int) -> int:
-    if "JOB_COMPLETION_INDEX" in env:
-        return integer(env, "JOB_COMPLETION_INDEX")
+    for name in ("PET_NODE_RANK", "JOB_COMPLETION_INDEX"):
+        if name in env:
+            return integer(env, name)
     if nnodes > 1:
         raise UserError(f"PET_NNODES={nnodes} but this node's index is unknown.", "set PET_NODE_RANK")
     return 0

@@ -1,5 +1,6 @@
 """One rank: the process around the training loop. Signals, threads, device, process groups, exit code."""
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -59,12 +60,10 @@ def run_rank(config: TrainConfig, topology: Topology, store: Store, board: Board
 def _fail(error: BaseException, config: TrainConfig, topology: Topology, board: Board | None) -> int:
     assert topology.rank is not None
     failure = of_exception(error, topology.rank, topology.node_rank)
-    try:
-        if board:
+    if board:
+        with contextlib.suppress(RuntimeError):  # the head's store is gone: the agent tells
             board.report(failure, echo=is_echo(error))
-            return failure.exit_code
-    except RuntimeError:  # the head's store is gone: nobody else can tell
-        pass
+        return failure.exit_code
     print(failure.text(), file=sys.stderr, flush=True)
     if topology.rank == 0:
         record.close_failed(config, failure)
