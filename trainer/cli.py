@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer import __version__, config, contract, stop, topology
+from trainer import __version__, config, contract, output, stop, topology
 from trainer.errors import UserError, unknown_name
 
 
@@ -90,6 +90,7 @@ def train(arguments: argparse.Namespace) -> int:
         print(resolved.table())
         return contract.EXIT_DONE
     place = topology.resolve(os.environ, _nproc(arguments.nproc_per_node))
+    output.prefix_lines(place.node_rank, place.rank)
     return start(resolved.config, place)
 
 

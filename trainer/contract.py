@@ -35,6 +35,7 @@ IDENTITY: Final = {
 }
 CONTROL: Final = {
     "TRAINER_SHARED_HOST": "1 if all nodes are processes on one host, so that loopback is a valid head address",
+    "TRAINER_LOG_PREFIX": "1 to start each line with [node:rank]",
     "TRAINER_PROGRESS": "bar, lines or none: how progress is shown",
 }
 TABLE: Final = {**PLACEMENT, **IDENTITY, **CONTROL}

@@ -69,7 +69,7 @@ def _read_ranks(env: Env, nproc: int | None) -> Topology:
     return Topology(
         source="torchrun", nnodes=world // local_world, nproc_per_node=local_world,
         node_rank=integer(env, "GROUP_RANK", default=rank // local_world), rank=rank,
-        local_rank=integer(env, "LOCAL_RANK"), master_addr=head(env, "MASTER_ADDR"),
+        local_rank=integer(env, "LOCAL_RANK"), master_addr=head(env, "MASTER_ADDR", nnodes=world // local_world),
         master_port=integer(env, "MASTER_PORT", default=contract.DEFAULT_PORT),
         shared_host=env.get("TRAINER_SHARED_HOST") == "1",
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import Store, TCPStore
 
-from trainer import contract, loop, record
+from trainer import contract, loop, output, record
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
 from trainer.failures import Board, is_echo, of_exception
@@ -30,6 +30,7 @@ def run_forked(config: TrainConfig, node: Topology) -> None:
         node, rank=node.node_rank * node.nproc_per_node + local_rank, local_rank=local_rank,
         master_port=int(os.environ["MASTER_PORT"]), agent_store=True,
     )
+    output.prefix_lines(topology.node_rank, topology.rank)
     store = _open_store(topology, config)
     code = run_rank(config, topology, store, Board(store, node.node_rank, node.nnodes))
     if code:

@@ -1,0 +1,38 @@
+"""Which GPUs this host has, and how they are shared out: no GPU belongs to two nodes."""
+
+import os
+
+from launch import shell
+from trainer.errors import UserError
+
+
+def visible() -> tuple[str, ...]:
+    """The GPUs of this host by UUID, or those that CUDA_VISIBLE_DEVICES leaves."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return tuple(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    listed = shell.output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]) or ""
+    return tuple(line.strip() for line in listed.splitlines() if line.strip())
+
+
+def share_out(available: tuple[str, ...], nodes: int, per_node: int | None) -> tuple[tuple[str, ...], ...]:
+    """Consecutive GPUs for each node; `per_node` None means as many as all nodes can have alike.
+
+    Raises UserError if there are too few.
+    """
+    each = len(available) // nodes if per_node is None else per_node
+    if nodes * each > len(available):
+        raise UserError(
+            f"{nodes} nodes with {each} GPUs each, but this host has {len(available)}.",
+            f"--gpus-per-node {len(available) // nodes}, or fewer --nodes",
+        )
+    return tuple(available[node * each : (node + 1) * each] for node in range(nodes))
+
+
+def check(processes: int, gpus: tuple[tuple[str, ...], ...]) -> None:
+    """Raises UserError if processes would have to share a GPU."""
+    each = len(gpus[0])
+    if each and processes > each:
+        raise UserError(
+            f"{processes} processes on a node with {each} GPU(s): two processes never share one.",
+            f"--nproc-per-node {each}, or --gpus-per-node 0 to compute on CPUs",
+        )

@@ -1,0 +1,261 @@
+"""Docker on this host: each node is a container with its own name on a network made for the run."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import docker.types
+import requests
+
+from launch import gpus, shell
+from launch.job import Job, Mount
+from launch.plan import NodePlan, Plan, new_run_id, node_environment
+from launch.supervisor import Node
+from trainer import contract
+from trainer.errors import UserError
+
+DEFAULT_IMAGE = "intermodal:latest"
+RUN_LABEL = "intermodal.run"
+NOBODY = 65534  # whom a container runs as when root launches it: never root inside
+_GIB = 1024**3
+
+
+def prepare(job: Job) -> Job:
+    """Name the run, find the image's ID, share out the GPUs, choose the user. Raises UserError."""
+    client = connect()
+    reference = job.image or DEFAULT_IMAGE
+    shares = gpus.share_out(gpus.visible(), job.nodes, job.gpus_per_node)
+    job = dataclasses.replace(
+        job, name=job.name or new_run_id(job.command), image=reference, image_id=image_id(client, reference),
+        gpus=shares, user=_user(), master_port=job.master_port or contract.DEFAULT_PORT,
+    )
+    gpus.check(job.processes, shares)
+    _check_folders(job)
+    if client.containers.list(all=True, filters={"label": f"{RUN_LABEL}={job.run_id}"}):
+        raise UserError(f"Containers of a run {job.run_id} exist.", f"invoke cancel docker://{job.run_id}, or another --name")
+    return job
+
+
+def plan(job: Job) -> Plan:
+    """One container a node; the lines are what one would type."""
+    nodes = []
+    for index in range(job.nodes):
+        told = spec(job, index)
+        nodes.append(NodePlan(index, tuple(told["command"]), told["environment"], shell.quote(run_line(told))))
+    return Plan(
+        job, tuple(nodes), before=(shell.quote(["docker", "network", "create", network(job)]) + " >/dev/null",),
+        after=(shell.quote(["docker", "network", "rm", network(job)]) + " >/dev/null",),
+    )
+
+
+def start(plan: Plan) -> list[Node]:
+    """Make the network, start all containers, and return them."""
+    job = plan.job
+    client = connect()
+    _own_folder(job)
+    client.networks.create(network(job), driver="bridge", labels={RUN_LABEL: job.run_id})
+    progress = {"TRAINER_PROGRESS": "bar" if sys.stdout.isatty() else "lines"}
+    nodes: list[Node] = []
+    for index in range(job.nodes):
+        told = spec(job, index)
+        told["environment"] = {**progress, **told["environment"]}
+        nodes.append(Container(client.containers.create(**_keywords(told))))
+    for node in nodes:
+        assert isinstance(node, Container)
+        node.start()
+    return nodes
+
+
+def clean(job: Job) -> None:
+    """Remove what still carries the run's label, and hand its files to who launched it."""
+    client = connect()
+    label = {"label": f"{RUN_LABEL}={job.run_id}"}
+    for container in client.containers.list(all=True, filters=label):
+        container.remove(force=True)
+    for found in client.networks.list(filters=label):
+        found.remove()
+    _hand_over(job)
+
+
+class Container(Node):
+    """A node that is a container."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._state: dict[str, Any] = {}
+
+    def start(self) -> None:
+        try:
+            self._container.start()
+        except docker.errors.APIError as error:
+            raise UserError(f"Docker cannot start {self._container.name}: {error.explanation}.",
+                            "check --mount, --gpus-per-node and --cpus") from None
+
+    def chunks(self) -> Iterator[bytes]:
+        yield from self._container.logs(stream=True, follow=True)
+
+    def wait(self) -> int:
+        code = int(self._container.wait()["StatusCode"])
+        self._container.reload()
+        self._state = self._container.attrs["State"]
+        return code
+
+    def why(self) -> str:
+        return " (out of memory: raise --memory-gb)" if self._state.get("OOMKilled") else ""
+
+    def stop(self) -> None:
+        self._signal("SIGTERM")
+
+    def kill(self) -> None:
+        self._signal("SIGKILL")
+
+    def remove(self) -> None:
+        self._container.remove(force=True)
+
+    def _signal(self, name: str) -> None:
+        try:
+            self._container.kill(name)
+        except docker.errors.APIError as error:
+            if error.status_code not in (404, 409):  # it has ended
+                raise
+
+
+def connect() -> Any:
+    """A client of the Docker engine. Raises UserError if none answers."""
+    try:
+        client = docker.from_env(timeout=60)
+        client.ping()
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        raise UserError(
+            f"The Docker engine does not answer ({str(error).splitlines()[0][:120]}).",
+            "start it, see that you may use it (group docker), or invoke local-run",
+        ) from None
+    return client
+
+
+def image_id(client: Any, reference: str) -> str:
+    """ID of a local image. Raises UserError if there is none of that name."""
+    try:
+        return str(client.images.get(reference).id)
+    except docker.errors.ImageNotFound:
+        tag = "" if reference == DEFAULT_IMAGE else f" --tag {reference}"
+        raise UserError(f"There is no image {reference} on this host.", f"invoke build{tag}, or --image") from None
+
+
+def network(job: Job) -> str:
+    return f"intermodal-{job.run_id}"
+
+
+def node_name(job: Job, index: int) -> str:
+    return f"{job.run_id}-{index}"
+
+
+def spec(job: Job, index: int) -> dict[str, Any]:
+    """Everything Docker is told of one node, in docker-py's words where these are plain values."""
+    mounts = [Mount(os.path.abspath(job.runs_dir), contract.RUNS_DIR), *job.mount]
+    if os.path.isdir(job.data_dir):
+        mounts.append(Mount(os.path.abspath(job.data_dir), contract.DATA_DIR, read_only=True))
+    environment = {
+        "TRAINER_RUNS_DIR": contract.RUNS_DIR, "TRAINER_DATA_DIR": contract.DATA_DIR, "HOME": contract.HOME_DIR,
+        "TRAINER_IMAGE": str(job.image), "TRAINER_IMAGE_ID": str(job.image_id),
+        **node_environment(job, index, node_name(job, 0), job.master_port or contract.DEFAULT_PORT, os.environ),
+    }
+    told: dict[str, Any] = {
+        "name": node_name(job, index), "hostname": node_name(job, index), "network": network(job), "user": job.user,
+        "init": True, "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"],
+        "tmpfs": dict.fromkeys(("/tmp", contract.HOME_DIR), "rw,exec,nosuid,mode=1777"),
+        "shm_size": int((job.shm_gb or 1) * _GIB), "working_dir": contract.WORK_DIR,
+        "labels": {RUN_LABEL: job.run_id}, "mounts": mounts, "environment": environment,
+    }
+    if job.cpus is not None:
+        told["nano_cpus"] = int(job.cpus * 1e9)
+    if job.memory_gb is not None:
+        told["mem_limit"] = told["memswap_limit"] = int(job.memory_gb * _GIB)
+    if job.gpus[index]:
+        told |= {"gpus": job.gpus[index], "ulimits": {"memlock": -1}}  # NCCL registers memory with the network card
+    return {**told, "image": job.image_id, "command": ["trainer", *job.command]}
+
+
+def run_line(told: dict[str, Any]) -> list[str]:
+    """The `docker run` that does what `told` says."""
+    flags = {
+        "name": lambda value: ["--name", value], "hostname": lambda value: ["--hostname", value],
+        "network": lambda value: ["--network", value], "user": lambda value: ["--user", value],
+        "init": lambda value: ["--init"], "read_only": lambda value: ["--read-only"],
+        "cap_drop": lambda value: [f"--cap-drop={name}" for name in value],
+        "security_opt": lambda value: [f"--security-opt={name}" for name in value],
+        "tmpfs": lambda value: [f"--tmpfs={path}:{options}" for path, options in value.items()],
+        "shm_size": lambda value: [f"--shm-size={value}"], "working_dir": lambda value: [f"--workdir={value}"],
+        "labels": lambda value: [f"--label={key}={text}" for key, text in value.items()],
+        "mounts": lambda value: [_mount_flag(mount) for mount in value],
+        "environment": lambda value: [f"--env={key}={text}" for key, text in value.items()],
+        "nano_cpus": lambda value: [f"--cpus={value / 1e9:g}"], "mem_limit": lambda value: [f"--memory={value}"],
+        "memswap_limit": lambda value: [f"--memory-swap={value}"],
+        "gpus": lambda value: ["--gpus", '"device=' + ",".join(value) + '"'],
+        "ulimits": lambda value: [f"--ulimit={name}={limit}:{limit}" for name, limit in value.items()],
+        "image": lambda value: [value], "command": lambda value: value,
+    }
+    return ["docker", "run", "--rm", *(word for key, value in told.items() for word in flags[key](value))]
+
+
+def _keywords(told: dict[str, Any]) -> dict[str, Any]:
+    """The same for docker-py."""
+    types = docker.types
+    mounts = [types.Mount(mount.target, mount.source, "bind", mount.read_only) for mount in told["mounts"]]
+    more: dict[str, Any] = {"mounts": mounts}
+    if "gpus" in told:
+        more["device_requests"] = [types.DeviceRequest(device_ids=list(told["gpus"]), capabilities=[["gpu"]])]
+        more["ulimits"] = [types.Ulimit(name=name, soft=limit, hard=limit) for name, limit in told["ulimits"].items()]
+    return {key: value for key, value in told.items() if key != "gpus"} | more
+
+
+def _mount_flag(mount: Mount) -> str:
+    return f"--mount=type=bind,source={os.path.abspath(mount.source)},target={mount.target}" + (
+        ",readonly" if mount.read_only else ""
+    )
+
+
+def _user() -> str:
+    """The caller; for root the one behind sudo, or nobody."""
+    if os.getuid():
+        return f"{os.getuid()}:{os.getgid()}"
+    return f"{os.environ.get('SUDO_UID', NOBODY)}:{os.environ.get('SUDO_GID', NOBODY)}"
+
+
+def _check_folders(job: Job) -> None:
+    for mount in (Mount(job.runs_dir, "/runs"), Mount(job.data_dir, "/data"), *job.mount):
+        if "," in os.path.abspath(mount.source):
+            raise UserError(f"Docker cannot mount {mount.source}: a comma in its name.", "rename it, or link to it")
+    for mount in job.mount:
+        if not os.path.exists(mount.source):
+            raise UserError(f"--mount {mount.source} does not exist.", "give a folder of this host")
+    parent = Path(job.runs_dir)
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"Cannot write to {job.runs_dir}.", "--runs-dir with a writable folder")
+
+
+def _own_folder(job: Job) -> None:
+    """Make the run's folder, writable for the container's user."""
+    folder = Path(job.runs_dir, job.run_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.getuid() == 0:
+        _chown(folder, *map(int, str(job.user).split(":")))
+
+
+def _hand_over(job: Job) -> None:
+    """Files of a run that root launched belong to root again, or to the one behind sudo, when it has ended."""
+    folder = Path(job.runs_dir, job.run_id)
+    if os.getuid() == 0 and folder.exists():
+        _chown(folder, int(os.environ.get("SUDO_UID", 0)), int(os.environ.get("SUDO_GID", 0)))
+
+
+def _chown(folder: Path, uid: int, gid: int) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, gid, follow_symlinks=False)

@@ -1,0 +1,138 @@
+"""The command line of Intermodal: `invoke --list` shows the tasks, `invoke --help TASK` their flags."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from invoke.collection import Collection
+from invoke.context import Context
+from invoke.exceptions import Exit
+from invoke.tasks import task
+
+from launch import job as jobs
+from trainer.errors import UserError
+
+
+def friendly(body: Callable[..., int | None]) -> Callable[..., None]:
+    """User errors become one line and exit code 2; a returned exit code becomes that of invoke."""
+
+    @functools.wraps(body)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = body(*args, **kwargs)
+        except UserError as error:
+            raise Exit(f"error: {error}", code=2) from None
+        if code:
+            raise Exit(code=code)
+
+    return wrapped
+
+
+def run_task(runtime: str, summary: str) -> Any:
+    """A task with every launcher flag: the fields of Job are the one source of their names and help."""
+
+    def body(c: Context, j: str | None, detach: bool, dryrun: bool, **given: Any) -> int:
+        from launch import submit
+
+        job = jobs.from_flags(runtime, given, j, words_after_dashes(sys.argv))
+        return submit.submit(job, detach=detach, dryrun=dryrun or c.config.run.dry)
+
+    fields = jobs.flags()
+    repeated = [key for key, field in fields.items() if field.metadata["repeated"]]
+    names: dict[str, Any] = {"j": None, **dict.fromkeys(fields), "detach": False, "dryrun": False}
+    names.update({key: [] for key in repeated})
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(key, kind, default=default) for key, default in names.items()]
+    body.__doc__ = summary
+    wrapped = friendly(body)
+    wrapped.__signature__ = inspect.Signature([inspect.Parameter("c", kind), *parameters])  # type: ignore[attr-defined]
+    help = {key.replace("_", "-"): field.metadata["help"] for key, field in fields.items()} | {
+        "j": "NODESxPROCESSES, short for --nodes and --nproc-per-node", "detach": "print the handle and return",
+        "dryrun": "print what would be run, as a shell script, and run nothing",
+    }
+    return task(name=f"{runtime}-run", iterable=repeated, help=help, auto_shortflags=False)(wrapped)
+
+
+def words_after_dashes(argv: list[str]) -> list[str]:
+    """The trainer's arguments. Invoke would hand them over joined by blanks, and quoting would be lost."""
+    return argv[argv.index("--") + 1 :] if "--" in argv else []
+
+
+local_run = run_task("local", "Run on this host as plain processes: invoke local-run -j 1x2 -- --workload mnist")
+docker_run = run_task("docker", "Run on this host in containers: invoke docker-run --nodes 2 -- --workload mnist")
+
+BUILD_HELP = {
+    "base": "ngc, cpu, or an image that has torch (default: ngc)",
+    "os-image": "Debian image below --base cpu (default: debian:bookworm-slim)",
+}
+
+
+@task(help={**BUILD_HELP, "tag": "name of the image (default: intermodal:latest)"}, auto_shortflags=False)
+@friendly
+def build(c: Context, base: str = "ngc", tag: str = "intermodal:latest", os_image: str = "debian:bookworm-slim") -> None:
+    """Build the training image: invoke build --base cpu"""
+    from launch import images
+
+    print(f"{tag} {images.build(base, tag, os_image)}")
+
+
+@task(help={**BUILD_HELP, "tag": "name of the test image (default: intermodal:test)"}, auto_shortflags=False)
+@friendly
+def test(c: Context, base: str = "ngc", tag: str = "intermodal:test", os_image: str = "debian:bookworm-slim") -> None:
+    """Run `make test` inside the image: invoke test --base cpu"""
+    from launch import images, shell
+
+    images.build(base, tag, os_image, target="test")
+    shell.run([images.docker(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", tag, "make", "test"])
+
+
+RUNS_HELP = {"handle": "as the run printed it, such as docker://RUN", "runs-dir": "folder of the runs (default: runs)"}
+
+
+@task(help=RUNS_HELP, auto_shortflags=False)
+@friendly
+def status(c: Context, handle: str, runs_dir: str = "runs") -> None:
+    """Tell how a run is doing: invoke status docker://RUN"""
+    from launch import submit
+
+    print(submit.status(_handle(handle), runs_dir))
+
+
+@task(help={**RUNS_HELP, "follow": "go on until the run ends"}, auto_shortflags=False)
+@friendly
+def logs(c: Context, handle: str, runs_dir: str = "runs", follow: bool = False, f: bool = False) -> None:
+    """Print the lines of a run: invoke logs -f docker://RUN"""
+    from launch import submit
+
+    for line in submit.logs(_handle(handle), runs_dir, follow=follow or f):
+        print(line, flush=True)
+
+
+@task(help=RUNS_HELP, auto_shortflags=False)
+@friendly
+def cancel(c: Context, handle: str, runs_dir: str = "runs") -> None:
+    """Save and end a run, and remove what it left: invoke cancel docker://RUN"""
+    from launch import submit
+
+    print(submit.cancel(_handle(handle), runs_dir))
+
+
+@task(name="list", help={"runs-dir": RUNS_HELP["runs-dir"]}, auto_shortflags=False)
+@friendly
+def list_runs(c: Context, runs_dir: str = "runs") -> None:
+    """List the runs that were launched here"""
+    from launch import submit
+
+    print(submit.table(runs_dir))
+
+
+def _handle(text: str) -> Any:
+    from launch.runtimes import NAMES
+    from launch.state import Handle
+
+    return Handle.parse(text, NAMES)
+
+
+ns = Collection(build, test, local_run, docker_run, status, logs, cancel, list_runs)
