@@ -49,7 +49,8 @@ def run_task(runtime: str, summary: str) -> Any:
     wrapped = friendly(body)
     wrapped.__signature__ = inspect.Signature([inspect.Parameter("c", kind), *parameters])  # type: ignore[attr-defined]
     help = {key.replace("_", "-"): field.metadata["help"] for key, field in fields.items()} | {
-        "j": "NODESxPROCESSES, short for --nodes and --nproc-per-node", "detach": "print the handle and return",
+        "j": "NODESxPROCESSES, short for --nodes and --nproc-per-node",
+        "detach": "print the handle and return",
         "dryrun": "print what would be run, as a shell script, and run nothing",
     }
     return task(name=f"{runtime}-run", iterable=repeated, help=help, auto_shortflags=False)(wrapped)
@@ -71,7 +72,9 @@ BUILD_HELP = {
 
 @task(help={**BUILD_HELP, "tag": "name of the image (default: intermodal:latest)"}, auto_shortflags=False)
 @friendly
-def build(c: Context, base: str = "ngc", tag: str = "intermodal:latest", os_image: str = "debian:bookworm-slim") -> None:
+def build(
+    c: Context, base: str = "ngc", tag: str = "intermodal:latest", os_image: str = "debian:bookworm-slim"
+) -> None:
     """Build the training image: invoke build --base cpu"""
     from launch import images
 

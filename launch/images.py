@@ -45,8 +45,11 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
         revision = shell.output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or ""
         dirty = "1" if shell.output(["git", "-C", str(ROOT), "status", "--porcelain"]) else "0"
         arguments = {
-            "BASE": found.name, "BASE_NAME": base if base != "cpu" else os_image, "BASE_DIGEST": found.digest,
-            "REVISION": revision, "DIRTY": dirty,
+            "BASE": found.name,
+            "BASE_NAME": base if base != "cpu" else os_image,
+            "BASE_DIGEST": found.digest,
+            "REVISION": revision,
+            "DIRTY": dirty,
         }
         _docker_build("containers/Dockerfile", tag, arguments, secrets, target)
     return engine.image_id(client, tag)
@@ -63,7 +66,7 @@ def _find_base(base: str, os_image: str, secrets: list[str]) -> Base:
 
 
 def _digest(name: str) -> str:
-    listed = shell.output([docker(), "image", "inspect", "--format", "{{join .RepoDigests \" \"}} {{.Id}}", name]) or ""
+    listed = shell.output([docker(), "image", "inspect", "--format", '{{join .RepoDigests " "}} {{.Id}}', name]) or ""
     first = listed.split()[0] if listed else ""
     return first.rpartition("@")[2]
 
@@ -72,9 +75,17 @@ def _docker_build(file: str, tag: str, arguments: dict[str, str], secrets: list[
     proxies = [name for name in (*_PROXIES, *map(str.lower, _PROXIES)) if name in os.environ]
     shell.run(
         [
-            docker(), "build", "--file", str(ROOT / file), "--tag", tag, *(["--target", target] if target else []),
-            *(f"--secret={secret}" for secret in secrets), *(f"--build-arg={name}" for name in proxies),
-            *(f"--build-arg={name}={value}" for name, value in arguments.items()), str(ROOT),
+            docker(),
+            "build",
+            "--file",
+            str(ROOT / file),
+            "--tag",
+            tag,
+            *(["--target", target] if target else []),
+            *(f"--secret={secret}" for secret in secrets),
+            *(f"--build-arg={name}" for name in proxies),
+            *(f"--build-arg={name}={value}" for name, value in arguments.items()),
+            str(ROOT),
         ],
         env={**os.environ, "DOCKER_BUILDKIT": "1"},
     )
@@ -85,8 +96,19 @@ def _make_wheel() -> None:
     for leftover in ("lib", "bdist.linux-x86_64", "wheel"):
         shutil.rmtree(ROOT / "build" / leftover, ignore_errors=True)
     shell.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
-         "--wheel-dir", str(ROOT / "build" / "wheel"), str(ROOT)],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            str(ROOT / "build" / "wheel"),
+            str(ROOT),
+        ],
         env={**os.environ, "SOURCE_DATE_EPOCH": _EPOCH},
     )
 

@@ -49,7 +49,9 @@ class LaunchState:
         try:
             told: dict[str, Any] = json.loads(self.path.read_text())
         except OSError:
-            raise UserError(f"No run at {self.folder}.", "invoke list shows the runs; --runs-dir names the folder") from None
+            raise UserError(
+                f"No run at {self.folder}.", "invoke list shows the runs; --runs-dir names the folder"
+            ) from None
         except json.JSONDecodeError:
             raise UserError(f"{self.path} is damaged.", "remove the run's folder") from None
         return told
@@ -64,8 +66,13 @@ class LaunchState:
         """Write that this process watches over the run from now on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.change(
-            handle=str(Handle(job.runtime, job.run_id)), job=json.loads(job.to_json()), pid=os.getpid(),
-            born=process_birth(os.getpid()), started_at=now(), finished_at=None, exit_code=None,
+            handle=str(Handle(job.runtime, job.run_id)),
+            job=json.loads(job.to_json()),
+            pid=os.getpid(),
+            born=process_birth(os.getpid()),
+            started_at=now(),
+            finished_at=None,
+            exit_code=None,
         )
 
     def end(self, exit_code: int) -> None:

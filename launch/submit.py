@@ -122,8 +122,12 @@ def _detach(job: Job, state: LaunchState) -> int:
     state.folder.mkdir(parents=True, exist_ok=True)
     with (state.folder / "launcher.log").open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "launch.submit", job.to_json()], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True, cwd=Path(__file__).parent.parent,
+            [sys.executable, "-m", "launch.submit", job.to_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=Path(__file__).parent.parent,
         )
     while child.poll() is None:
         if state.path.exists() and state.read()["pid"] == child.pid:

@@ -13,6 +13,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -22,8 +23,6 @@ from trainer.config import TrainConfig
 from trainer.failures import Board, Failure, of_exit, vanished
 from trainer.rendezvous import StaticRendezvous
 from trainer.topology import Topology
-
-LEAVE_TOGETHER_S = 30.0  # after the first rank of an agreed stop has left
 
 
 def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> int:
@@ -38,8 +37,13 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
     _import_before_fork()
     board = Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
     spec = WorkerSpec(
-        role="trainer", local_world_size=topology.nproc_per_node or 1, rdzv_handler=rendezvous,
-        entrypoint=worker.run_forked, args=(config, topology), max_restarts=0, monitor_interval=0.05,
+        role="trainer",
+        local_world_size=topology.nproc_per_node or 1,
+        rdzv_handler=rendezvous,
+        entrypoint=worker.run_forked,
+        args=(config, topology),
+        max_restarts=0,
+        monitor_interval=0.05,
     )
     agent = Agent(spec, board, topology)
     result = agent.run()
@@ -58,7 +62,6 @@ class Agent(LocalElasticAgent):
         self._suspected = False
         self._board = board
         self._topology = topology
-        self._left_at = 0.0
         self._asked = 0
         self._pid = os.getpid()
         for number in (*stop.STOP_SIGNALS, signal.SIGINT):
@@ -70,36 +73,40 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ended = self._ended()
         try:
-            self._watch(ended)
-        except RuntimeError:
+            self._watch(self._ended())
+            if not self._suspected:
+                result: RunResult = super()._monitor_workers(worker_group)
+                if not result.is_failed():
+                    return result
+                self._explain(result)
+        except DistError:
             self.failure = vanished(0, self._topology.master_addr)
         if self.failure:
             self._signal_ranks(signal.SIGKILL)
-            return RunResult(state=WorkerState.FAILED)
-        if self._suspected:
-            return RunResult(state=WorkerState.HEALTHY)  # until the cause is known
-        if contract.EXIT_PREEMPTED in ended.values():
-            return self._leave_together(ended)
-        return super()._monitor_workers(worker_group)
+        ended = self.failure or self.preempted
+        return RunResult(state=WorkerState.FAILED if ended else WorkerState.HEALTHY)
 
     def _watch(self, ended: dict[int, int]) -> None:
+        """Show that this node lives, tell of ranks that died without a word, hear what others told."""
         self._board.beat()
         for local_rank, code in ended.items():
-            agreed = code in (contract.EXIT_DONE, contract.EXIT_PREEMPTED)
-            if code < 0 or (not agreed and not self._board.failed()):
-                rank = self._topology.node_rank * len(self._pids()) + local_rank
-                self._board.report(of_exit(code, rank, self._topology.node_rank))
+            self._report(local_rank, code)
         self._suspected = self._board.failed()
         self.failure = self._board.verdict()
 
-    def _leave_together(self, ended: dict[int, int]) -> RunResult:
-        self._left_at = self._left_at or time.monotonic()
-        if len(ended) < len(self._pids()) and time.monotonic() - self._left_at < LEAVE_TOGETHER_S:
-            return RunResult(state=WorkerState.HEALTHY)
-        self.preempted = True
-        return RunResult(state=WorkerState.FAILED)
+    def _explain(self, result: RunResult) -> None:
+        """A rank ended between two looks: an agreed stop, or a failure whose cause is known soon."""
+        ended = {failure.local_rank: failure.exitcode for failure in result.failures.values()}
+        self.preempted = contract.EXIT_PREEMPTED in ended.values()
+        while not self.preempted and not self.failure:
+            self._watch(ended)
+            time.sleep(0.05)
+
+    def _report(self, local_rank: int, code: int) -> None:
+        if code < 0 or (code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED) and not self._board.failed()):
+            rank = self._topology.node_rank * (self._topology.nproc_per_node or 1) + local_rank
+            self._board.report(of_exit(code, rank, self._topology.node_rank))
 
     def _ended(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended, by local rank, without reaping them; negative for a signal."""
@@ -138,7 +145,7 @@ def _is_child(pid: int) -> bool:
 
 def _import_before_fork() -> None:
     """What every rank needs and is slow to import (DDP's constructor imports torch._dynamo: a second)."""
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch.nn.parallel  # noqa: F401
 
     from trainer import loop  # noqa: F401
@@ -156,6 +163,6 @@ def _conclude(agent: Agent, board: Board, config: TrainConfig, topology: Topolog
         record.close_failed(config, failure)
     try:
         board.leave()
-    except RuntimeError:
+    except DistError:
         assert failure is not None, "the head's store went away after a good end"
     return code

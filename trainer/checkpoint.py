@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def _write(folder: Path, step: int, state: State) -> None:
     with (folder / "state.pt").open("wb") as raw:
         file = _HashingFile(raw)
         try:
-            torch.save(state, file)
+            torch.save(state, cast(BinaryIO, file))
             raw.flush()
             os.fsync(raw.fileno())
         except RuntimeError:

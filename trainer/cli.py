@@ -49,7 +49,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=train)
     parser.add_argument("--config", metavar="FILE", help="TOML file of values; flags and environment win over it")
     parser.add_argument("--show-config", action="store_true", help="print all values and where they came from, and end")
-    parser.add_argument("--nproc-per-node", metavar="N", help="processes on this node (default: 1, or PET_NPROC_PER_NODE)")
+    parser.add_argument(
+        "--nproc-per-node", metavar="N", help="processes on this node (default: 1, or PET_NPROC_PER_NODE)"
+    )
     for name, field in config.fields().items():
         _add_field(parser, name, field)
 
@@ -76,7 +78,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
     make.set_defaults(run=make_data)
     make.add_argument("name", metavar="NAME", help="drawn-digits")
-    make.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that torchvision's MNIST class reads")
+    make.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder that torchvision's MNIST class reads"
+    )
     make.add_argument("--train", type=int, default=60000, metavar="N", help="training samples (default: 60000)")
     make.add_argument("--test", type=int, default=10000, metavar="N", help="test samples (default: 10000)")
     make.add_argument("--seed", type=int, default=1, metavar="N", help="another seed draws other digits (default: 1)")

@@ -27,12 +27,21 @@ WORKLOADS = ("mnist",)
 
 
 def option(
-    default: Any, help: str, *, choices: tuple[str, ...] = (), env: str = "", minimum: float | None = None,
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    env: str = "",
+    minimum: float | None = None,
     shapes_result: bool = False,
 ) -> Any:
     """A field with its help. `shapes_result`: another value gives other weights, so a resume refuses it."""
     metadata = {
-        "help": help, "choices": choices, "env": env, "minimum": minimum, "shapes_result": shapes_result,
+        "help": help,
+        "choices": choices,
+        "env": env,
+        "minimum": minimum,
+        "shapes_result": shapes_result,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -54,7 +63,9 @@ class TrainConfig:
     momentum: float = option(0.9, "momentum of SGD", minimum=0, shapes_result=True)
     weight_decay: float = option(0.01, "weight decay", minimum=0, shapes_result=True)
     schedule: str = option(
-        "constant", "learning rate over the run", choices=("constant", "cosine", "one-cycle", "step"),
+        "constant",
+        "learning rate over the run",
+        choices=("constant", "cosine", "one-cycle", "step"),
         shapes_result=True,
     )
     step_epochs: int = option(5, "epochs between the drops of --schedule step", minimum=1, shapes_result=True)
@@ -64,7 +75,10 @@ class TrainConfig:
     deterministic: bool = option(True, "use deterministic kernels where there is a choice", shapes_result=True)
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"), shapes_result=True)
     threads: int = option(
-        1, "CPU threads of each process; other values give other bits", env="OMP_NUM_THREADS", minimum=1,
+        1,
+        "CPU threads of each process; other values give other bits",
+        env="OMP_NUM_THREADS",
+        minimum=1,
         shapes_result=True,
     )
     val_every: int | None = option(None, "steps between validations (default: every epoch)", minimum=1)

@@ -51,7 +51,9 @@ class World:
         dist.broadcast(size, src=0, group=self.control)
         if int(size) < 0:
             return None
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+        buffer = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+        )
         dist.broadcast(buffer, src=0, group=self.control)
         return buffer.numpy().tobytes()
 
@@ -93,11 +95,16 @@ def join_world(config: TrainConfig, topology: Topology, store: dist.Store) -> It
     _name_gloo_interface(topology)
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("ranks", store), rank=topology.rank,
-        world_size=topology.world_size, timeout=timeout, device_id=device if device.type == "cuda" else None,
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("ranks", store),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
         yield World(topology, topology.rank, topology.world_size, device, control)
     finally:
         dist.destroy_process_group()

@@ -42,8 +42,8 @@ def image() -> dict[str, str | None]:
 def git() -> dict[str, Any]:
     """Revision of the running code: told by the image, else asked of the checkout this module lies in."""
     if "TRAINER_GIT_REVISION" in os.environ:
-        revision, dirty = os.environ["TRAINER_GIT_REVISION"], os.environ.get("TRAINER_GIT_DIRTY") == "1"
-        return {"revision": revision or None, "dirty": dirty}
+        dirty = os.environ.get("TRAINER_GIT_DIRTY") == "1"
+        return {"revision": os.environ["TRAINER_GIT_REVISION"] or None, "dirty": dirty}
     revision = _git("rev-parse", "HEAD")
     return {"revision": revision, "dirty": bool(_git("status", "--porcelain")) if revision else None}
 
@@ -51,7 +51,9 @@ def git() -> dict[str, Any]:
 def agreed_facts() -> dict[str, Any]:
     """What must be the same on every node of a run."""
     return {
-        "trainer": __version__, "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:2])),
+        "trainer": __version__,
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
         "image": os.environ.get("TRAINER_IMAGE_ID"),
     }
 

@@ -21,8 +21,16 @@ SETTLE_S = 3.0  # how long an echo waits for its cause
 BEAT_S = 0.5
 
 _ECHOES = (
-    "closed by peer", "reset by peer", "broken pipe", "connection refused", "connection was closed", "timed out waiting",
-    "remote process exited", "failed to recv", "failed to send", "socket closed",
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection refused",
+    "connection was closed",
+    "timed out waiting",
+    "remote process exited",
+    "failed to recv",
+    "failed to send",
+    "socket closed",
 )
 
 
@@ -58,9 +66,7 @@ def of_exit(exit_code: int, rank: int, node_rank: int) -> Failure:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         reason = " (out of memory?)" if name == "SIGKILL" else ""
-        return Failure(
-            rank=rank, node_rank=node_rank, message=f"killed by {name}{reason}", exit_code=128 - exit_code
-        )
+        return Failure(rank=rank, node_rank=node_rank, message=f"killed by {name}{reason}", exit_code=128 - exit_code)
     return Failure(rank=rank, node_rank=node_rank, message=f"exit code {exit_code}", exit_code=exit_code)
 
 

@@ -26,8 +26,14 @@ def train(config: TrainConfig, world: World, stop: StopRequest) -> int:
     """Train to the end or to an agreed stop; returns 0 or the exit code that asks for a restart."""
     workload = workloads.build(config)
     data = workload.data()
-    trainer = Trainer(config, world, workload, data.train.to(world.device), data.validation.to(world.device),
-                      workloads.seeded_model(workload, data, config.seed))
+    trainer = Trainer(
+        config,
+        world,
+        workload,
+        data.train.to(world.device),
+        data.validation.to(world.device),
+        workloads.seeded_model(workload, data, config.seed),
+    )
     trainer.open_record({"name": data.name, "sha256": data.sha256() if world.is_main else ""})
     try:
         trainer.resume()
@@ -40,7 +46,12 @@ class Trainer:
     """The state of a run on one rank: model, optimizer, position. `step` counts optimizer steps done."""
 
     def __init__(
-        self, config: TrainConfig, world: World, workload: Workload, train_split: Split, validation_split: Split,
+        self,
+        config: TrainConfig,
+        world: World,
+        workload: Workload,
+        train_split: Split,
+        validation_split: Split,
         model: nn.Module,
     ) -> None:
         self.config, self.world, self.workload = config, world, workload
@@ -100,7 +111,7 @@ class Trainer:
     def backward(self, batch: Batch) -> Tensor:
         with self.arithmetic():
             loss = self.workload.loss(self.model(batch.images), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def rehearse(self) -> None:
@@ -150,8 +161,12 @@ class Trainer:
         """Model, optimizer, schedule and position. Random generators need no place: see order.seed_step."""
         shaping = {name: getattr(self.config, name) for name in shaping_fields()}
         return {
-            "step": self.step, "total_steps": self.total_steps, "train_s": self.train_s, "config": shaping,
-            "model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "train_s": self.train_s,
+            "config": shaping,
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
 
@@ -186,7 +201,7 @@ class Trainer:
                 )
         if self.config.schedule != "constant" and state["total_steps"] != self.total_steps:
             raise UserError(
-                f"--schedule {self.config.schedule} was laid over {state['total_steps']} steps, now {self.total_steps}.",
+                f"--schedule {self.config.schedule} was for {state['total_steps']} steps, now {self.total_steps}.",
                 "the same --epochs and --max-steps, or another --run-id",
             )
 
@@ -220,12 +235,16 @@ class Trainer:
         if self.record is None:
             return
         result: dict[str, Any] = {
-            **validated, "weights_sha256": checkpoint.weights_sha256(self.module.state_dict()),
-            "samples_per_s": round(self.samples_per_s, 1), "steps": self.step, "resumed_at": self.resumed_at,
+            **validated,
+            "weights_sha256": checkpoint.weights_sha256(self.module.state_dict()),
+            "samples_per_s": round(self.samples_per_s, 1),
+            "steps": self.step,
+            "resumed_at": self.resumed_at,
         }
         self.record.close("done", contract.EXIT_DONE, result=result)
         print(
-            "done: " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(validated.items()))
+            "done: "
+            + "  ".join(f"{name} {value:.4f}" for name, value in sorted(validated.items()))
             + f"  {self.step} steps  {self.samples_per_s:,.0f} samples/s  weights {result['weights_sha256'][:12]}"
         )
         print(f"run folder: {self.record.path.parent}", flush=True)

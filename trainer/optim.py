@@ -15,9 +15,7 @@ def build_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> 
     return AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
 
 
-def build_scheduler(
-    config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int
-) -> LRScheduler:
+def build_scheduler(config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int) -> LRScheduler:
     """The schedule over `total_steps` optimizer steps; --lr is its peak."""
     if config.schedule == "cosine":
         return CosineAnnealingLR(optimizer, T_max=total_steps)

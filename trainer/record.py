@@ -69,15 +69,27 @@ class Record:
     def start(self, config: TrainConfig, topology: Topology, data: dict[str, str]) -> None:
         """Write what is known before the first step. `started_at` of an earlier attempt is kept."""
         self.change(
-            run_id=config.run_id, status="running", exit_code=None, command=sys.argv, config=dataclasses.asdict(config),
+            run_id=config.run_id,
+            status="running",
+            exit_code=None,
+            command=sys.argv,
+            config=dataclasses.asdict(config),
             config_sha256=config.hash(),
             topology={
-                "nodes": topology.nnodes, "nproc_per_node": topology.nproc_per_node, "world_size": topology.world_size,
+                "nodes": topology.nnodes,
+                "nproc_per_node": topology.nproc_per_node,
+                "world_size": topology.world_size,
                 "source": topology.source,
             },
-            runtime=os.environ.get("TRAINER_RUNTIME", "process"), image=environment.image(),
-            environment=environment.describe(config), git=environment.git(), data=data,
-            started_at=self.read().get("started_at") or now(), finished_at=None, failure=None, result=None,
+            runtime=os.environ.get("TRAINER_RUNTIME", "process"),
+            image=environment.image(),
+            environment=environment.describe(config),
+            git=environment.git(),
+            data=data,
+            started_at=self.read().get("started_at") or now(),
+            finished_at=None,
+            failure=None,
+            result=None,
         )
 
     def close(self, status: str, exit_code: int, **values: Any) -> None:

@@ -69,8 +69,13 @@ class StaticRendezvous(RendezvousHandler):
     def _listen(self) -> TCPStore:
         port = self._topology.master_port
         try:
-            return TCPStore("localhost" if not port else self._topology.master_addr, port, is_master=True,
-                            wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s))
+            return TCPStore(
+                "localhost" if not port else self._topology.master_addr,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout_s),
+            )
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise
@@ -94,7 +99,8 @@ class StaticRendezvous(RendezvousHandler):
             time.sleep(0.1)
         raise UserError(
             f"Node {self._topology.node_rank} could not reach the head node {address}:{port} within "
-            f"{self._timeout_s:g} s: {reason}.", "check the address and that node 0 has started"
+            f"{self._timeout_s:g} s: {reason}.",
+            "check the address and that node 0 has started",
         )
 
     def _say_hello(self, store: Store) -> bool:
@@ -122,5 +128,6 @@ class StaticRendezvous(RendezvousHandler):
                 if theirs.get(name) != value:
                     raise UserError(
                         f"Nodes differ in {name}: node 0 has {value}, node {node} ({self.hosts[node]}) "
-                        f"has {theirs.get(name)}.", "start all nodes from one image with one command"
+                        f"has {theirs.get(name)}.",
+                        "start all nodes from one image with one command",
                     )

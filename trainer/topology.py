@@ -67,9 +67,13 @@ def _read_ranks(env: Env, nproc: int | None) -> Topology:
     _same(env, "LOCAL_WORLD_SIZE", local_world, "--nproc-per-node", nproc)
     rank = integer(env, "RANK")
     return Topology(
-        source="torchrun", nnodes=world // local_world, nproc_per_node=local_world,
-        node_rank=integer(env, "GROUP_RANK", default=rank // local_world), rank=rank,
-        local_rank=integer(env, "LOCAL_RANK"), master_addr=head(env, "MASTER_ADDR", nnodes=world // local_world),
+        source="torchrun",
+        nnodes=world // local_world,
+        nproc_per_node=local_world,
+        node_rank=integer(env, "GROUP_RANK", default=rank // local_world),
+        rank=rank,
+        local_rank=integer(env, "LOCAL_RANK"),
+        master_addr=head(env, "MASTER_ADDR", nnodes=world // local_world),
         master_port=integer(env, "MASTER_PORT", default=contract.DEFAULT_PORT),
         shared_host=env.get("TRAINER_SHARED_HOST") == "1",
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -87,7 +91,9 @@ def _read_pet(env: Env, nproc: int | None) -> Topology:
             raise contradiction(env, "PET_NODE_RANK", other, "both are this node's index")
     single = nnodes == 1 and "PET_MASTER_PORT" not in env
     return Topology(
-        source="PET", nnodes=nnodes, node_rank=node_rank,
+        source="PET",
+        nnodes=nnodes,
+        node_rank=node_rank,
         nproc_per_node=given if given is not None else (None if env.get("PET_NPROC_PER_NODE") else nproc or 1),
         master_addr=head(env, "PET_MASTER_ADDR", "MASTER_ADDR", nnodes=nnodes),
         master_port=0 if single else integer(env, "PET_MASTER_PORT", default=contract.DEFAULT_PORT),
@@ -105,7 +111,10 @@ def _read_indexed_job(env: Env, nproc: int | None) -> Topology:
 def _read_pytorchjob(env: Env, nproc: int | None) -> Topology:
     nnodes = integer(env, "WORLD_SIZE")
     return Topology(
-        source="PyTorchJob", nnodes=nnodes, nproc_per_node=nproc or 1, node_rank=integer(env, "RANK"),
+        source="PyTorchJob",
+        nnodes=nnodes,
+        nproc_per_node=nproc or 1,
+        node_rank=integer(env, "RANK"),
         master_addr=head(env, "MASTER_ADDR", nnodes=nnodes),
         master_port=integer(env, "MASTER_PORT", default=contract.DEFAULT_PORT),
     )
@@ -120,9 +129,13 @@ def _read_mpi(env: Env, nproc: int | None) -> Topology:
     rank = integer(env, "OMPI_COMM_WORLD_RANK")
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or "0"
     return Topology(
-        source="Open MPI", nnodes=nnodes, nproc_per_node=local_size, rank=rank,
+        source="Open MPI",
+        nnodes=nnodes,
+        nproc_per_node=local_size,
+        rank=rank,
         node_rank=rank // local_size,
-        local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"), master_addr=head(env, "MASTER_ADDR", nnodes=nnodes),
+        local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        master_addr=head(env, "MASTER_ADDR", nnodes=nnodes),
         master_port=integer(env, "MASTER_PORT", default=port_for(job)),
     )
 
@@ -136,16 +149,17 @@ def _read_slurm(env: Env, nproc: int | None) -> Topology:
     if nnodes > 1 and not (hosts or env.get("MASTER_ADDR")):
         raise UserError("Slurm gave no node list, so the head node is unknown.", "export MASTER_ADDR before srun")
     common = Topology(
-        source="Slurm", nnodes=nnodes, nproc_per_node=tasks // nnodes, node_rank=integer(env, "SLURM_NODEID", default=0),
+        source="Slurm",
+        nnodes=nnodes,
+        nproc_per_node=tasks // nnodes,
+        node_rank=integer(env, "SLURM_NODEID", default=0),
         master_addr=env.get("MASTER_ADDR") or (hosts[0] if nnodes > 1 else "127.0.0.1"),
         master_port=integer(env, "MASTER_PORT", default=port_for(env.get("SLURM_JOB_ID", "0"))),
     )
     if tasks == nnodes and nproc is not None:
         return dataclasses.replace(common, nproc_per_node=nproc)
     _same(env, "SLURM_NTASKS", tasks // nnodes, "--nproc-per-node", nproc)
-    return dataclasses.replace(
-        common, rank=integer(env, "SLURM_PROCID"), local_rank=integer(env, "SLURM_LOCALID")
-    )
+    return dataclasses.replace(common, rank=integer(env, "SLURM_PROCID"), local_rank=integer(env, "SLURM_LOCALID"))
 
 
 def _read_slurm_batch(env: Env, nproc: int | None) -> Topology:
@@ -226,7 +240,7 @@ def _expand_host(pattern: str) -> list[str]:
     for item in match.group(1).split(","):
         first, _, last = item.partition("-")
         for number in range(int(first), int(last or first) + 1):
-            names += _expand_host(f"{pattern[:match.start()]}{number:0{len(first)}d}{pattern[match.end():]}")
+            names += _expand_host(f"{pattern[: match.start()]}{number:0{len(first)}d}{pattern[match.end() :]}")
     return names
 
 
@@ -264,12 +278,13 @@ def _check(topology: Topology, env: Env) -> None:
         raise UserError("A run needs at least one node and one process.", "set PET_NNODES and PET_NPROC_PER_NODE")
     if topology.node_rank >= topology.nnodes:
         raise UserError(f"Node index {topology.node_rank} of {topology.nnodes} nodes.", "nodes count from 0")
-    if topology.rank is not None and nproc is not None:
-        if topology.rank >= topology.world_size or topology.local_rank >= nproc:
-            raise UserError(
-                f"Rank {topology.rank} (local {topology.local_rank}) of {topology.world_size} ranks, {nproc} a node.",
-                "ranks count from 0; start every rank with the same WORLD_SIZE and LOCAL_WORLD_SIZE",
-            )
+    if topology.rank is None or nproc is None:
+        pass  # an agent, whose ranks are yet to come
+    elif topology.rank >= topology.world_size or topology.local_rank >= nproc:
+        raise UserError(
+            f"Rank {topology.rank} (local {topology.local_rank}) of {topology.world_size} ranks, {nproc} a node.",
+            "ranks count from 0; start every rank with the same WORLD_SIZE and LOCAL_WORLD_SIZE",
+        )
     if topology.nnodes > 1 and is_loopback(topology.master_addr) and not topology.shared_host:
         raise UserError(
             f"Head address {topology.master_addr} is loopback but there are {topology.nnodes} nodes.",

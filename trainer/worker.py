@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 from trainer import contract, loop, output, record
 from trainer.config import TrainConfig
@@ -27,8 +27,11 @@ def run_forked(config: TrainConfig, node: Topology) -> None:
     assert node.nproc_per_node is not None
     local_rank = int(os.environ["LOCAL_RANK"])
     topology = dataclasses.replace(
-        node, rank=node.node_rank * node.nproc_per_node + local_rank, local_rank=local_rank,
-        master_port=int(os.environ["MASTER_PORT"]), agent_store=True,
+        node,
+        rank=node.node_rank * node.nproc_per_node + local_rank,
+        local_rank=local_rank,
+        master_port=int(os.environ["MASTER_PORT"]),
+        agent_store=True,
     )
     output.prefix_lines(topology.node_rank, topology.rank)
     store = _open_store(topology, config)
@@ -62,7 +65,7 @@ def _fail(error: BaseException, config: TrainConfig, topology: Topology, board: 
     assert topology.rank is not None
     failure = of_exception(error, topology.rank, topology.node_rank)
     if board:
-        with contextlib.suppress(RuntimeError):  # the head's store is gone: the agent tells
+        with contextlib.suppress(DistError):  # the head's store is gone: the agent tells
             board.report(failure, echo=is_echo(error))
         return failure.exit_code
     print(failure.text(), file=sys.stderr, flush=True)
@@ -74,7 +77,10 @@ def _fail(error: BaseException, config: TrainConfig, topology: Topology, board: 
 def _open_store(topology: Topology, config: TrainConfig) -> Store:
     serve = topology.rank == 0 and not topology.agent_store
     return TCPStore(
-        topology.master_addr, topology.master_port, is_master=serve, wait_for_workers=False,
+        topology.master_addr,
+        topology.master_port,
+        is_master=serve,
+        wait_for_workers=False,
         timeout=timedelta(seconds=config.rendezvous_timeout_s),
     )
 

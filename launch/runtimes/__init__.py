@@ -35,5 +35,5 @@ def load(name: str) -> Runtime:
     """The module of a runtime. Raises UserError for an unknown name."""
     if name not in NAMES:
         raise unknown_name("runtime", name, NAMES, "the runtime")
-    module: Runtime = importlib.import_module(f"launch.runtimes.{name}")  # type: ignore[assignment]
+    module: Runtime = importlib.import_module(f"launch.runtimes.{name}")
     return module

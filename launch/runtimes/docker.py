@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,20 @@ def prepare(job: Job) -> Job:
     reference = job.image or DEFAULT_IMAGE
     shares = gpus.share_out(gpus.visible(), job.nodes, job.gpus_per_node)
     job = dataclasses.replace(
-        job, name=job.name or new_run_id(job.command), image=reference, image_id=image_id(client, reference),
-        gpus=shares, user=_user(), master_port=job.master_port or contract.DEFAULT_PORT,
+        job,
+        name=job.name or new_run_id(job.command),
+        image=reference,
+        image_id=image_id(client, reference),
+        gpus=shares,
+        user=_user(),
+        master_port=job.master_port or contract.DEFAULT_PORT,
     )
     gpus.check(job.processes, shares)
     _check_folders(job)
     if client.containers.list(all=True, filters={"label": f"{RUN_LABEL}={job.run_id}"}):
-        raise UserError(f"Containers of a run {job.run_id} exist.", f"invoke cancel docker://{job.run_id}, or another --name")
+        raise UserError(
+            f"Containers of a run {job.run_id} exist.", f"invoke cancel docker://{job.run_id}, or another --name"
+        )
     return job
 
 
@@ -48,7 +55,9 @@ def plan(job: Job) -> Plan:
         told = spec(job, index)
         nodes.append(NodePlan(index, tuple(told["command"]), told["environment"], shell.quote(run_line(told))))
     return Plan(
-        job, tuple(nodes), before=(shell.quote(["docker", "network", "create", network(job)]) + " >/dev/null",),
+        job,
+        tuple(nodes),
+        before=(shell.quote(["docker", "network", "create", network(job)]) + " >/dev/null",),
         after=(shell.quote(["docker", "network", "rm", network(job)]) + " >/dev/null",),
     )
 
@@ -93,8 +102,10 @@ class Container(Node):
         try:
             self._container.start()
         except docker.errors.APIError as error:
-            raise UserError(f"Docker cannot start {self._container.name}: {error.explanation}.",
-                            "check --mount, --gpus-per-node and --cpus") from None
+            raise UserError(
+                f"Docker cannot start {self._container.name}: {error.explanation}.",
+                "check --mount, --gpus-per-node and --cpus",
+            ) from None
 
     def chunks(self) -> Iterator[bytes]:
         yield from self._container.logs(stream=True, follow=True)
@@ -161,16 +172,28 @@ def spec(job: Job, index: int) -> dict[str, Any]:
     if os.path.isdir(job.data_dir):
         mounts.append(Mount(os.path.abspath(job.data_dir), contract.DATA_DIR, read_only=True))
     environment = {
-        "TRAINER_RUNS_DIR": contract.RUNS_DIR, "TRAINER_DATA_DIR": contract.DATA_DIR, "HOME": contract.HOME_DIR,
-        "TRAINER_IMAGE": str(job.image), "TRAINER_IMAGE_ID": str(job.image_id),
+        "TRAINER_RUNS_DIR": contract.RUNS_DIR,
+        "TRAINER_DATA_DIR": contract.DATA_DIR,
+        "HOME": contract.HOME_DIR,
+        "TRAINER_IMAGE": str(job.image),
+        "TRAINER_IMAGE_ID": str(job.image_id),
         **node_environment(job, index, node_name(job, 0), job.master_port or contract.DEFAULT_PORT, os.environ),
     }
     told: dict[str, Any] = {
-        "name": node_name(job, index), "hostname": node_name(job, index), "network": network(job), "user": job.user,
-        "init": True, "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"],
+        "name": node_name(job, index),
+        "hostname": node_name(job, index),
+        "network": network(job),
+        "user": job.user,
+        "init": True,
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
         "tmpfs": dict.fromkeys(("/tmp", contract.HOME_DIR), "rw,exec,nosuid,mode=1777"),
-        "shm_size": int((job.shm_gb or 1) * _GIB), "working_dir": contract.WORK_DIR,
-        "labels": {RUN_LABEL: job.run_id}, "mounts": mounts, "environment": environment,
+        "shm_size": int((job.shm_gb or 1) * _GIB),
+        "working_dir": contract.WORK_DIR,
+        "labels": {RUN_LABEL: job.run_id},
+        "mounts": mounts,
+        "environment": environment,
     }
     if job.cpus is not None:
         told["nano_cpus"] = int(job.cpus * 1e9)
@@ -183,29 +206,35 @@ def spec(job: Job, index: int) -> dict[str, Any]:
 
 def run_line(told: dict[str, Any]) -> list[str]:
     """The `docker run` that does what `told` says."""
-    flags = {
-        "name": lambda value: ["--name", value], "hostname": lambda value: ["--hostname", value],
-        "network": lambda value: ["--network", value], "user": lambda value: ["--user", value],
-        "init": lambda value: ["--init"], "read_only": lambda value: ["--read-only"],
+    flags: dict[str, Callable[[Any], list[str]]] = {
+        "name": lambda value: ["--name", value],
+        "hostname": lambda value: ["--hostname", value],
+        "network": lambda value: ["--network", value],
+        "user": lambda value: ["--user", value],
+        "init": lambda value: ["--init"],
+        "read_only": lambda value: ["--read-only"],
         "cap_drop": lambda value: [f"--cap-drop={name}" for name in value],
         "security_opt": lambda value: [f"--security-opt={name}" for name in value],
         "tmpfs": lambda value: [f"--tmpfs={path}:{options}" for path, options in value.items()],
-        "shm_size": lambda value: [f"--shm-size={value}"], "working_dir": lambda value: [f"--workdir={value}"],
+        "shm_size": lambda value: [f"--shm-size={value}"],
+        "working_dir": lambda value: [f"--workdir={value}"],
         "labels": lambda value: [f"--label={key}={text}" for key, text in value.items()],
         "mounts": lambda value: [_mount_flag(mount) for mount in value],
         "environment": lambda value: [f"--env={key}={text}" for key, text in value.items()],
-        "nano_cpus": lambda value: [f"--cpus={value / 1e9:g}"], "mem_limit": lambda value: [f"--memory={value}"],
+        "nano_cpus": lambda value: [f"--cpus={value / 1e9:g}"],
+        "mem_limit": lambda value: [f"--memory={value}"],
         "memswap_limit": lambda value: [f"--memory-swap={value}"],
         "gpus": lambda value: ["--gpus", '"device=' + ",".join(value) + '"'],
         "ulimits": lambda value: [f"--ulimit={name}={limit}:{limit}" for name, limit in value.items()],
-        "image": lambda value: [value], "command": lambda value: value,
+        "image": lambda value: [value],
+        "command": lambda value: value,
     }
     return ["docker", "run", "--rm", *(word for key, value in told.items() for word in flags[key](value))]
 
 
 def _keywords(told: dict[str, Any]) -> dict[str, Any]:
     """The same for docker-py."""
-    types = docker.types
+    types: Any = docker.types
     mounts = [types.Mount(mount.target, mount.source, "bind", mount.read_only) for mount in told["mounts"]]
     more: dict[str, Any] = {"mounts": mounts}
     if "gpus" in told:

@@ -19,8 +19,23 @@ from trainer.topology import port_for
 
 # A plain process is part of this host: these describe it and its network, nothing of the user's Python.
 HOST_VARIABLES = (
-    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "TERM", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
-    "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "LD_LIBRARY_PATH",
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "TERM",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    "LD_LIBRARY_PATH",
 )
 HEAD = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -33,8 +48,10 @@ def prepare(job: Job) -> Job:
             raise UserError(f"{flag} has no meaning for plain processes.", f"leave out {flag}, or invoke docker-run")
     for mount in job.mount:
         if os.path.realpath(mount.source) != os.path.realpath(mount.target):
-            raise UserError(f"Plain processes see the host's own folders, {mount.source} cannot be at {mount.target}.",
-                            "leave out --mount, or invoke docker-run")
+            raise UserError(
+                f"Plain processes see the host's own folders, {mount.source} cannot be at {mount.target}.",
+                "leave out --mount, or invoke docker-run",
+            )
     _cpus(job, 0)
     shares = gpus.share_out(gpus.visible(), job.nodes, job.gpus_per_node)
     job = dataclasses.replace(job, name=job.name or new_run_id(job.command), gpus=shares)
@@ -50,8 +67,11 @@ def plan(job: Job) -> Plan:
     for index in range(job.nodes):
         assert job.master_port is not None
         env = {
-            **host, "TRAINER_RUNS_DIR": os.path.abspath(job.runs_dir), "TRAINER_DATA_DIR": os.path.abspath(job.data_dir),
-            "TRAINER_SHARED_HOST": "1", "CUDA_VISIBLE_DEVICES": ",".join(job.gpus[index]),
+            **host,
+            "TRAINER_RUNS_DIR": os.path.abspath(job.runs_dir),
+            "TRAINER_DATA_DIR": os.path.abspath(job.data_dir),
+            "TRAINER_SHARED_HOST": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(job.gpus[index]),
             **node_environment(job, index, HEAD, job.master_port, os.environ),
         }
         argv = (program, *job.command)
@@ -80,8 +100,13 @@ class Process(Node):
 
         try:
             self._process = subprocess.Popen(
-                node.argv, env={**more_env, **node.env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=in_child,  # noqa: PLW1509 no threads yet
+                node.argv,
+                env={**more_env, **node.env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=in_child,  # noqa: PLW1509 no threads yet
             )
         except FileNotFoundError:
             raise UserError(f"{node.argv[0]} is not installed.", "make setup") from None

@@ -90,7 +90,8 @@ def load(config: TrainConfig) -> Dataset:
     if len(dataset.train) < config.batch_size:
         raise UserError(
             f"--batch-size {config.batch_size} is larger than the {len(dataset.train)} training samples of "
-            f"{dataset.name}.", f"--batch-size {len(dataset.train)} or less"
+            f"{dataset.name}.",
+            f"--batch-size {len(dataset.train)} or less",
         )
     return dataset
 
@@ -137,7 +138,8 @@ def _digits() -> Dataset:
     validation = torch.arange(len(labels)) % 5 == 4
     scale, shift = 1 / (_DIGITS_MAX * _DIGITS_STD), -_DIGITS_MEAN / _DIGITS_STD
     return Dataset(
-        "digits", Split(images[~validation], labels[~validation], scale, shift),
+        "digits",
+        Split(images[~validation], labels[~validation], scale, shift),
         Split(images[validation], labels[validation], scale, shift),
     )
 
