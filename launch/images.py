@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from launch import shell
 from launch.runtimes import docker as engine
@@ -41,12 +42,12 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
     _check_buildkit()
     _make_wheel()
     with _secrets() as secrets:
-        found = _find_base(base, os_image, secrets)
+        found = _find_base(client, base, os_image, secrets)
         revision = shell.output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or ""
         dirty = "1" if shell.output(["git", "-C", str(ROOT), "status", "--porcelain"]) else "0"
         arguments = {
             "BASE": found.name,
-            "BASE_NAME": base if base != "cpu" else os_image,
+            "BASE_NAME": found.name,
             "BASE_DIGEST": found.digest,
             "REVISION": revision,
             "DIRTY": dirty,
@@ -55,20 +56,15 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
     return engine.image_id(client, tag)
 
 
-def _find_base(base: str, os_image: str, secrets: list[str]) -> Base:
+def _find_base(client: Any, base: str, os_image: str, secrets: list[str]) -> Base:
+    name = {"ngc": NGC, "cpu": CPU_BASE_TAG}.get(base, base)
     if base == "cpu":
-        _docker_build("containers/cpu-base.Dockerfile", CPU_BASE_TAG, {"OS_IMAGE": os_image}, secrets)
-        return Base(CPU_BASE_TAG, _digest(CPU_BASE_TAG))
-    name = NGC if base == "ngc" else base
-    if shell.output([docker(), "image", "inspect", "--format", "{{.Id}}", name]) is None:
+        _docker_build("containers/cpu-base.Dockerfile", name, {"OS_IMAGE": os_image}, secrets)
+    elif shell.output([docker(), "image", "inspect", name]) is None:
         shell.run([docker(), "pull", name])
-    return Base(name, _digest(name))
-
-
-def _digest(name: str) -> str:
-    listed = shell.output([docker(), "image", "inspect", "--format", '{{join .RepoDigests " "}} {{.Id}}', name]) or ""
-    first = listed.split()[0] if listed else ""
-    return first.rpartition("@")[2]
+    found = client.images.get(name)
+    digests = found.attrs["RepoDigests"] or [found.id]
+    return Base(name, digests[0].rpartition("@")[2])
 
 
 def _docker_build(file: str, tag: str, arguments: dict[str, str], secrets: list[str], target: str = "") -> None:

@@ -62,9 +62,17 @@ class LaunchState:
         temporary.write_text(json.dumps({**told, **values}, indent=2) + "\n")
         os.replace(temporary, self.path)
 
+    def make_folder(self) -> None:
+        """Raises UserError if the runs folder cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "--runs-dir with a writable folder"
+            raise UserError(f"Cannot make {self.folder}: {error.strerror}.", hint) from None
+
     def begin(self, job: Job) -> None:
         """Write that this process watches over the run from now on."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.make_folder()
         self.change(
             handle=str(Handle(job.runtime, job.run_id)),
             job=json.loads(job.to_json()),

@@ -51,6 +51,8 @@ def farewell(job: Job, state: LaunchState, code: int) -> str:
         return (again if job.runtime == "local" else "") + f"run done: {state.folder}"
     if code == contract.EXIT_PREEMPTED:
         return f"run stopped after saving: {state.folder} (go on with --name {job.run_id} -- … --resume auto)"
+    if code == contract.EXIT_BAD_REQUEST:
+        return f"run refused (exit code {code}); the error above says why"
     message = (told.get("failure") or {}).get("message", "see its lines above")
     return f"run failed with exit code {code}: {state.folder}: {message}"
 
@@ -119,7 +121,7 @@ def _word(state: LaunchState, told: dict[str, Any]) -> str:
 
 
 def _detach(job: Job, state: LaunchState) -> int:
-    state.folder.mkdir(parents=True, exist_ok=True)
+    state.make_folder()
     with (state.folder / "launcher.log").open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "launch.submit", job.to_json()],

@@ -89,6 +89,19 @@ def start_run(folder: Path, name: str, layout: str, *arguments: str, **env: str)
     ]
 
 
+def node_of(nnodes: int, node_rank: int, folder: Path) -> dict[str, str]:
+    """Environment of one agent of a run whose other agents are another test's matter."""
+    return {
+        "PET_NNODES": str(nnodes),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": str(node_rank),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+        "TRAINER_SHARED_HOST": "1",
+        "TRAINER_RUNS_DIR": str(folder),
+    }
+
+
 def run(folder: Path, name: str, layout: str, *arguments: str, **env: str) -> dict[str, object]:
     """Run to the end, see that every node ended well, and return run.json."""
     nodes = start_run(folder, name, layout, *arguments, **env)

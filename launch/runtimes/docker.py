@@ -158,6 +158,11 @@ def image_id(client: Any, reference: str) -> str:
         raise UserError(f"There is no image {reference} on this host.", f"invoke build{tag}, or --image") from None
 
 
+def run_folder(job: Job) -> str:
+    """The run's own folder on the host; a container sees no other run."""
+    return os.path.join(os.path.abspath(job.runs_dir), job.run_id)
+
+
 def network(job: Job) -> str:
     return f"intermodal-{job.run_id}"
 
@@ -168,7 +173,7 @@ def node_name(job: Job, index: int) -> str:
 
 def spec(job: Job, index: int) -> dict[str, Any]:
     """Everything Docker is told of one node, in docker-py's words where these are plain values."""
-    mounts = [Mount(os.path.abspath(job.runs_dir), contract.RUNS_DIR), *job.mount]
+    mounts = [Mount(run_folder(job), f"{contract.RUNS_DIR}/{job.run_id}"), *job.mount]
     if os.path.isdir(job.data_dir):
         mounts.append(Mount(os.path.abspath(job.data_dir), contract.DATA_DIR, read_only=True))
     environment = {
@@ -272,7 +277,7 @@ def _check_folders(job: Job) -> None:
 
 def _own_folder(job: Job) -> None:
     """Make the run's folder, writable for the container's user."""
-    folder = Path(job.runs_dir, job.run_id)
+    folder = Path(run_folder(job))
     folder.mkdir(parents=True, exist_ok=True)
     if os.getuid() == 0:
         _chown(folder, *map(int, str(job.user).split(":")))
@@ -280,7 +285,7 @@ def _own_folder(job: Job) -> None:
 
 def _hand_over(job: Job) -> None:
     """Files of a run that root launched belong to root again, or to the one behind sudo, when it has ended."""
-    folder = Path(job.runs_dir, job.run_id)
+    folder = Path(run_folder(job))
     if os.getuid() == 0 and folder.exists():
         _chown(folder, int(os.environ.get("SUDO_UID", 0)), int(os.environ.get("SUDO_GID", 0)))
 

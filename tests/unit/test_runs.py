@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401 what the agent would import; here once for all tests
+import torch._dynamo  # what the agent would import; here once for all tests
 
-from tests.processes import Node, free_port, reached, record, run, start, start_run, until, weights
+from tests.processes import Node, free_port, node_of, reached, record, run, start, start_run, until, weights
 from trainer import checkpoint
 
 torch.set_num_threads(1)
@@ -67,9 +67,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path) -> None
     node.signal(signal.SIGTERM)
     assert node.wait() == 75
     step = int(sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1].name[5:])
-    told = run(
-        tmp_path, "run", "1x3", "--batch-size", "60", "--max-steps", str(step + 20), TRAINER_RESUME="auto"
-    )
+    told = run(tmp_path, "run", "1x3", "--batch-size", "60", "--max-steps", str(step + 20), TRAINER_RESUME="auto")
     assert told["result"]["steps"] == step + 20  # type: ignore[index]
 
 
@@ -187,16 +185,14 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_nodes_that_never_arrive_are_named(tmp_path: Path) -> None:
-    env = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
-           "PET_MASTER_PORT": str(free_port()), "TRAINER_SHARED_HOST": "1", "TRAINER_RUNS_DIR": str(tmp_path)}  # fmt: skip
+    env = node_of(3, 0, tmp_path)
     node = start(tmp_path / "log", env, "--rendezvous-timeout-s", "1", "--batch-size", "60")
     assert node.wait() == 2
     assert "these did not arrive within 1 s: 1, 2." in node.text()
 
 
 def test_a_head_that_never_answers_is_named(tmp_path: Path) -> None:
-    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "127.0.0.1",
-           "PET_MASTER_PORT": str(free_port()), "TRAINER_SHARED_HOST": "1", "TRAINER_RUNS_DIR": str(tmp_path)}  # fmt: skip
+    env = node_of(2, 1, tmp_path)
     node = start(tmp_path / "log", env, "--rendezvous-timeout-s", "1")
     assert node.wait() == 2
     assert "could not reach the head node" in node.text()
@@ -204,9 +200,7 @@ def test_a_head_that_never_answers_is_named(tmp_path: Path) -> None:
 
 
 def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
-    port = str(free_port())
-    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
-           "TRAINER_SHARED_HOST": "1", "TRAINER_RUNS_DIR": str(tmp_path), "TRAINER_RUN_ID": "run"}  # fmt: skip
+    env = node_of(2, 0, tmp_path) | {"TRAINER_RUN_ID": "run"}
     nodes = [
         start(tmp_path / f"log{rank}", {**env, "PET_NODE_RANK": str(rank)}, "--seed", str(rank)) for rank in (0, 1)
     ]
@@ -215,8 +209,7 @@ def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_before_the_ranks_exist_is_not_lost(tmp_path: Path) -> None:
-    env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
-           "PET_MASTER_PORT": str(free_port()), "TRAINER_SHARED_HOST": "1", "TRAINER_RUNS_DIR": str(tmp_path)}  # fmt: skip
+    env = node_of(2, 0, tmp_path)
     node = start(tmp_path / "log", env)
     time.sleep(0.5)
     node.signal(signal.SIGTERM)
@@ -224,8 +217,8 @@ def test_a_request_to_stop_before_the_ranks_exist_is_not_lost(tmp_path: Path) ->
 
 
 def test_ranks_that_a_scheduler_started_need_no_agent(tmp_path: Path) -> None:
-    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "TRAINER_RUN_ID": "srun",
-           "TRAINER_RUNS_DIR": str(tmp_path), "MASTER_PORT": str(free_port())}  # fmt: skip
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    job |= {"TRAINER_RUN_ID": "srun", "TRAINER_RUNS_DIR": str(tmp_path), "MASTER_PORT": str(free_port())}
     nodes = [
         start(tmp_path / f"{rank}.log", {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, *SHORT)
         for rank in (0, 1)
