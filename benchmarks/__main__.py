@@ -26,7 +26,8 @@ def main() -> int:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     measured = {name: rows for name in names if (rows := run(name)) is not None}
     rows = [row for name in measured for row in measured[name]]
-    print(f"\n{table(rows)}")
+    if len(measured) > 1:
+        print(f"== all\n{table(rows)}")
     return int(len(measured) < len(names) or any(row.verdict == "MISSED" for row in rows))
 
 

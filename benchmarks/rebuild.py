@@ -9,10 +9,11 @@ import contextlib
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import ROOT, Row, in_turn, output, python, ratios, row, seconds
+from benchmarks.measure import ROOT, Row, in_turn, output, python, ratios, row, seconds, verdict
 from launch import images
 from launch.runtimes import docker
 
@@ -34,7 +35,15 @@ def measure() -> list[Row]:
         ),
         row("rebuild", "`invoke build` with nothing changed", [same for _, same in pairs], unit=" s"),
         row("rebuild", "after an edit over nothing changed", ratios(pairs)),
+        _count_row(len(built)),
     ]
+
+
+def _count_row(found: int) -> Row:
+    """Each edit must reach the image, and the same files must give the same image."""
+    expected = 1 + EDITS
+    what = f"different images after {EDITS} edits, each followed by a build with nothing changed"
+    return Row("rebuild", what, str(found), str(expected), verdict(found == expected))
 
 
 def copy_tracked(target: Path) -> None:
@@ -47,7 +56,7 @@ def copy_tracked(target: Path) -> None:
 
 def _edit_and_build(checkout: Path, built: set[str]) -> float:
     with (checkout / "trainer" / "optim.py").open("a") as file:
-        file.write("# one line more\n")
+        file.write(f"# one line more: {uuid.uuid4()}\n")  # a line that no build cache has seen
     return _build(checkout, built)
 
 

@@ -58,9 +58,7 @@ class LaunchState:
 
     def change(self, **values: Any) -> None:
         told = json.loads(self.path.read_text()) if self.path.exists() else {}
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**told, **values}, indent=2) + "\n")
-        os.replace(temporary, self.path)
+        _replace(self.path, {**told, **values})
 
     def make_folder(self) -> None:
         """Raises UserError if the runs folder cannot be written."""
@@ -81,10 +79,16 @@ class LaunchState:
             started_at=now(),
             finished_at=None,
             exit_code=None,
+            cause="",
         )
 
-    def end(self, exit_code: int) -> None:
-        self.change(finished_at=now(), exit_code=exit_code)
+    def end(self, exit_code: int, cause: str) -> None:
+        """Write how the run ended, into run.json too if nobody inside could."""
+        told = self.outcome()
+        if told.get("status") == "running":
+            told |= {"status": "failed", "exit_code": exit_code, "finished_at": now(), "failure": {"message": cause}}
+            _replace(self.folder / "run.json", told)
+        self.change(finished_at=now(), exit_code=exit_code, cause=(told.get("failure") or {}).get("message") or cause)
 
     def supervisor(self) -> int | None:
         """The process that watches over the run, if it still lives. A number that was given away again is not it."""
@@ -101,15 +105,11 @@ class LaunchState:
             return {}
         return told
 
-    def close_outcome(self, exit_code: int, message: str) -> None:
-        """Write the end of a run into run.json if nobody inside could."""
-        told = self.outcome()
-        if told.get("status") != "running":
-            return
-        told |= {"status": "failed", "exit_code": exit_code, "finished_at": now(), "failure": {"message": message}}
-        temporary = self.folder / "run.json.tmp"
-        temporary.write_text(json.dumps(told, indent=2) + "\n")
-        os.replace(temporary, self.folder / "run.json")
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
 
 
 def all_runs(runs_dir: str) -> list[LaunchState]:

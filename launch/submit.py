@@ -44,7 +44,6 @@ def watch(job: Job, state: LaunchState, *, show: bool) -> int:
 
 def farewell(job: Job, state: LaunchState, code: int) -> str:
     """The last lines of a run in the foreground: how it ended, where it lies, how to run it elsewhere."""
-    told = state.outcome()
     if code == contract.EXIT_DONE:
         command = " ".join(job.command)
         again = f"same in Docker: invoke build && invoke docker-run -j {job.nodes}x{job.processes} -- {command}\n"
@@ -53,19 +52,18 @@ def farewell(job: Job, state: LaunchState, code: int) -> str:
         return f"run stopped after saving: {state.folder} (go on with --name {job.run_id} -- … --resume auto)"
     if code == contract.EXIT_BAD_REQUEST:
         return f"run refused (exit code {code}); the error above says why"
-    message = (told.get("failure") or {}).get("message", "see its lines above")
-    return f"run failed with exit code {code}: {state.folder}: {message}"
+    return f"run failed with exit code {code}: {state.folder}: {state.read()['cause']}"
 
 
 def status(handle: Handle, runs_dir: str) -> str:
     """What a run is doing or how it ended, a few lines."""
     state = LaunchState(Path(runs_dir, handle.run_id))
-    told, outcome = state.read(), state.outcome()
+    told = state.read()
     lines = [f"{handle}  {_word(state, told)}", f"folder   {state.folder}", f"started  {told['started_at']}"]
     if told["finished_at"]:
         lines.append(f"ended    {told['finished_at']} with exit code {told['exit_code']}")
-    if outcome.get("failure"):
-        lines.append(f"cause    {outcome['failure']['message']}")
+    if told["cause"]:
+        lines.append(f"cause    {told['cause']}")
     metrics = state.folder / "metrics.jsonl"
     last = metrics.read_text().splitlines()[-1:] if metrics.exists() else []
     return "\n".join(lines + [f"latest   {line}" for line in last])
@@ -100,8 +98,7 @@ def cancel(handle: Handle, runs_dir: str) -> str:
             time.sleep(0.1)
     runtimes.load(handle.runtime).clean(Job.from_json(json.dumps(told["job"])))
     if state.read()["exit_code"] is None:
-        state.close_outcome(contract.EXIT_FAILED, "its launcher was killed")
-        state.end(contract.EXIT_FAILED)
+        state.end(contract.EXIT_FAILED, "its launcher was killed")
     return f"{handle} ended with exit code {state.read()['exit_code']}"
 
 

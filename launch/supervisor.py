@@ -73,14 +73,14 @@ def supervise(
 ) -> int:
     """Start the nodes, follow them to the end, and return the run's exit code: that of the first node to fail."""
     watch = _Watch(Screen(state.log, show=show))
+    code = contract.EXIT_FAILED
+    state.begin(plan.job)
     with _Signals(watch):
         try:
-            state.begin(plan.job)
             code = watch.follow(start, plan.job.time_limit_min)
         finally:
+            state.end(code, watch.cause)
             clean()
-    state.close_outcome(code, watch.cause or "ended without a word")
-    state.end(code)
     return code
 
 

@@ -16,7 +16,7 @@ from launch.runtimes.docker import RUN_LABEL, connect
 ROOT = Path(__file__).parent.parent.parent
 IMAGE = "intermodal:integration"
 OS_IMAGE = os.environ.get("OS_IMAGE", "debian:bookworm-slim")
-Invoke = Callable[..., "subprocess.CompletedProcess[str]"]
+_STARTED: list["subprocess.Popen[str]"] = []
 
 
 def invoke(*words: str, timeout: float = 900, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -34,7 +34,7 @@ def invoke(*words: str, timeout: float = 900, **env: str) -> "subprocess.Complet
 
 def start_invoke(*words: str) -> "subprocess.Popen[str]":
     """Start `invoke WORDS` as a terminal would, in a process group of its own."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "invoke", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -42,6 +42,8 @@ def start_invoke(*words: str) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
     )
+    _STARTED.append(process)
+    return process
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +61,18 @@ def image(engine: Any) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(engine: Any) -> Iterator[None]:
-    """No container, network or process of a run outlives its test."""
+    """No launcher, container, network or process of a run outlives its test; one that does is removed and told."""
     yield
+    for process in _STARTED:
+        process.kill()
+    _STARTED.clear()
     label = {"label": RUN_LABEL}
-    assert [container.name for container in engine.containers.list(all=True, filters=label)] == []
-    assert [network.name for network in engine.networks.list(filters=label)] == []
+    containers, networks = engine.containers.list(all=True, filters=label), engine.networks.list(filters=label)
+    for leftover in containers:
+        leftover.remove(force=True)
+    for leftover in networks:
+        leftover.remove()
+    assert [leftover.name for leftover in (*containers, *networks)] == []
     until(lambda: not trainers(), "the end of all trainer processes")
 
 

@@ -14,6 +14,15 @@ from tests.integration.conftest import docker, interrupt, invoke, start_invoke, 
 
 SHORT = ("--max-steps", "50")
 LONG = ("--epochs", "50000")
+# Below init (1) is the agent, below the agent are the ranks.
+KILL_A_RANK = """
+import os, pathlib
+parent = {}
+for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    words = path.read_text().rpartition(")")[2].split()
+    parent[int(path.parent.name)] = int(words[1])
+os.kill(max(pid for pid, above in parent.items() if parent.get(above) == 1), 9)
+"""
 
 
 def run(runtime: str, folder: Path, name: str, layout: str, *words: str, **env: str) -> dict[str, Any]:
@@ -95,9 +104,7 @@ def test_a_killed_part_ends_all_within_20_s_and_is_named(image: str, tmp_path: P
     )
     until(lambda: stepping(tmp_path, "victim"), "the first steps")
     if victim == "a rank":
-        children = "import os; print(open('/proc/7/task/7/children').read())"
-        rank = docker("exec", "victim-1", "python3", "-c", children)[0].split()[-1]
-        docker("exec", "victim-1", "python3", "-c", f"import os; os.kill({rank}, 9)")
+        docker("exec", "victim-1", "python3", "-c", KILL_A_RANK)
     else:
         docker("kill", "victim-0" if "head" in victim else "victim-1")
     began = time.monotonic()

@@ -25,7 +25,13 @@ def test_the_commands_work(clone: Path, block: str) -> None:
     env = {key: value for key, value in os.environ.items() if key not in drop}
     script = f"set -euo pipefail\n[ ! -d .venv ] || . .venv/bin/activate\n{block}"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=clone, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=clone,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     _check(block, done.stdout)

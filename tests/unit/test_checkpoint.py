@@ -162,7 +162,7 @@ class FullDisk(io.RawIOBase):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["disk full", "quota used up"])
 def test_a_full_disk_is_a_user_error_and_older_checkpoints_stay(code, room, folder, monkeypatch):
     _write_to(monkeypatch, "state.pt", FullDisk(room, code))
-    with pytest.raises(UserError, match="No space for the checkpoint of step 40.* HINT: "):
+    with pytest.raises(UserError, match=r"No space for the checkpoint of step 40.* HINT: "):
         save(folder, 40, state(40), keep=1)
     assert steps(folder) == ["step-00000010", "step-00000020", "step-00000030"]
     assert load(newest_valid(folder), CPU)["step"] == 30
@@ -194,7 +194,7 @@ class Surprise:
 def test_a_checkpoint_with_code_in_it_is_refused():
     buffer = io.BytesIO()
     torch.save({"model": Surprise()}, buffer)
-    with pytest.raises(pickle.UnpicklingError, match="(?i)weights.only"):
+    with pytest.raises(pickle.UnpicklingError, match=r"(?i)weights.only"):
         load(buffer.getvalue(), CPU)
     assert not os.path.exists("/tmp/intermodal-surprise")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.datasets
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy
 
 from trainer.datasets import IDX, Split, drawn
 from trainer.workloads import ConvNet
@@ -18,8 +18,10 @@ def sha256(*arrays):
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
-def split(count, number):
+def split(count, number, *, halved=False):
     images, labels = map(torch.from_numpy, drawn.draw(count, 1, number))
+    if halved:
+        images = avg_pool2d(images[:, None].float(), 2)[:, 0].round().to(torch.uint8)
     source = IDX["drawn-digits"]
     return Split(images, labels.long(), 1 / (255 * source.std), -source.mean / source.std)
 
@@ -35,12 +37,12 @@ def test_the_drawings_of_a_seed_never_change():
 
 
 def test_drawing_neither_uses_nor_changes_other_generators():
-    np.random.seed(3)  # noqa: NPY002
-    before = np.random.get_state()[1].copy()  # noqa: NPY002
+    np.random.seed(3)
+    before = np.random.get_state()[1].copy()
     torch.manual_seed(3)
     first = torch.initial_seed(), torch.get_rng_state()
     assert sha256(*drawn.draw(100, 1, 0)) == FIRST_HUNDRED
-    assert (before == np.random.get_state()[1]).all()  # noqa: NPY002
+    assert (before == np.random.get_state()[1]).all()
     assert torch.initial_seed() == first[0]
     assert torch.equal(torch.get_rng_state(), first[1])
 
@@ -114,7 +116,8 @@ def test_a_linear_classifier_does_better_than_chance_but_cannot_solve_it(samples
     assert 0.3 < told < 0.95
 
 
-def test_the_convolutional_network_learns_it(samples):
-    train, test = samples
-    model = ConvNet(side=28, classes=10).eval()  # without dropout, which takes longer than a test may
-    assert accuracy(fit(model, train, batch_size=32, epochs=1, lr=3e-3), test) >= 0.95
+def test_the_convolutional_network_solves_it():
+    """At half the resolution and without dropout: the whole pictures take half a minute to the same accuracy."""
+    train, test = split(30000, 0, halved=True), split(1000, 1, halved=True)
+    model = ConvNet(side=14, classes=10).eval()
+    assert accuracy(fit(model, train, batch_size=32, epochs=1, lr=3e-3), test) >= 0.99

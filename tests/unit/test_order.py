@@ -22,7 +22,7 @@ def test_an_epoch_shows_each_sample_at_most_once(sizes, number, seed):
     shown = epoch(Order(samples, batch_size, seed), number)
     assert len(shown) == samples // batch_size * batch_size > samples - batch_size
     assert len(set(shown.tolist())) == len(shown)
-    assert 0 <= shown.min()
+    assert shown.min() >= 0
     assert shown.max() < samples
 
 
@@ -73,8 +73,8 @@ def test_the_order_of_a_seed_never_changes():
     assert (mix(1, 2), mix(2, 1), mix(0)) == MIXED
 
 
-FIRST = []
-MIXED = ()
+FIRST = [1365, 214, 1402, 62, 653, 754, 558, 724]
+MIXED = (6804074658870690613, 8085905411993364802, 8147104208329303767)
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=4))
