@@ -1,36 +1,35 @@
 """Time of an epoch against the plain example script as users write it: python -m benchmarks epoch
 
-Both train the example's own model with the same optimizer on the same idx files, 2 ranks with 1 thread each, global
-batch 200; the second epoch is timed. What differs is how batches are made and the loop around the model. Ours also
-logs every 10 steps; neither validates or saves.
+Both train the example's own model with the same optimizer on the same idx files: 2 ranks with 1 thread each, global
+batch 200. They take turns in the same processes, epoch by epoch, each with the switches of torch it has when it runs
+alone. What differs is how batches are made and the loop around the model; ours also logs every 10 steps. Neither
+validates or saves.
 """
 
-import os
-import re
 import tempfile
 
+import torch
 from torch import nn
 
-from benchmarks import ranks
-from benchmarks.example_script import BATCH_SIZE, LEARNING_RATE, ExampleNet
-from benchmarks.measure import ROOT, Row, in_turn, output, python, ratios, row
+from benchmarks import example_script, ranks
+from benchmarks.measure import Row, in_turn, ratios, row
+from trainer import worker
 from trainer.config import TrainConfig
 from trainer.datasets import Dataset
 from trainer.distributed import World
 from trainer.workloads import Mnist
 
-SAMPLES, PROCESSES, PAIRS = 12000, 2, 5
+SAMPLES, PROCESSES, PAIRS = 6000, 2, 16
 
 
 def measure() -> list[Row]:
     """Seconds of an epoch, ours over the example's."""
     with tempfile.TemporaryDirectory() as folder:
         ranks.make_data(folder, SAMPLES)
-        config = our_config(folder)
-        pairs = in_turn(lambda: float(ranks.run_ranks(second_epoch, PROCESSES, config)), lambda: example(folder), PAIRS)
+        pairs = ranks.run_ranks(compare, PROCESSES, our_config(folder))
     what = f"epoch of {SAMPLES} samples, {PROCESSES} ranks x 1 thread"
     return [
-        row("epoch", f"{what}: our time over the example script's", ratios(pairs), below=1),
+        row("epoch", f"{what}: ours over the example script's", ratios(pairs), below=1),
         row("epoch", f"{what}: ours", [ours for ours, _ in pairs], unit=" s"),
         row("epoch", f"{what}: the example script's", [theirs for _, theirs in pairs], unit=" s"),
     ]
@@ -41,9 +40,9 @@ def our_config(folder: str) -> TrainConfig:
     return TrainConfig(
         dataset="drawn-digits",
         data_dir=folder,
-        batch_size=BATCH_SIZE * PROCESSES,
+        batch_size=example_script.BATCH_SIZE * PROCESSES,
         optimizer="sgd",
-        lr=LEARNING_RATE,
+        lr=example_script.LEARNING_RATE,
         momentum=0,
         weight_decay=0,
         device="cpu",
@@ -54,21 +53,24 @@ class ExampleWorkload(Mnist):
     """Our data and loss with the example's model."""
 
     def model(self, data: Dataset) -> nn.Module:
-        return ExampleNet()
+        return example_script.ExampleNet()
 
 
-def second_epoch(world: World, config: TrainConfig) -> float:
-    """Body of a rank: seconds of the second epoch."""
+def compare(world: World, config: TrainConfig) -> list[tuple[float, float]]:
+    """Body of a rank: seconds of our epochs and of the example's, in turn."""
     trainer = ranks.make_trainer(config, world, ExampleWorkload(config))
-    trainer.advance(trainer.order.steps_per_epoch)
-    second = trainer.advance(trainer.order.steps_per_epoch)
+    prepared = example_script.prepare(f"{config.data_dir}/drawn-digits")
+
+    def ours() -> float:
+        worker.configure_torch(config)
+        return trainer.advance(trainer.order.steps_per_epoch)
+
+    def theirs() -> float:
+        torch.use_deterministic_algorithms(False)
+        world.barrier()
+        return example_script.train_epoch(*prepared)
+
+    ours(), theirs()  # warm up
+    pairs = in_turn(ours, theirs, PAIRS)
     trainer.close()
-    return second
-
-
-def example(folder: str) -> float:
-    """Seconds of the second epoch of the example script."""
-    script = str(ROOT / "benchmarks" / "example_script.py")
-    launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES))
-    told = output([*launcher, script, f"{folder}/drawn-digits"], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return float(re.findall(r"^epoch (\S+) s$", told, re.MULTILINE)[1])
+    return pairs

@@ -1,5 +1,6 @@
 """Which GPUs this host has, and how they are shared out: no GPU belongs to two nodes."""
 
+import itertools
 import os
 
 from launch import shell
@@ -9,7 +10,8 @@ from trainer.errors import UserError
 def visible() -> tuple[str, ...]:
     """The GPUs of this host by UUID, or those that CUDA_VISIBLE_DEVICES leaves."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return tuple(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+        names = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        return tuple(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # CUDA stops at an invalid one
     listed = shell.output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]) or ""
     return tuple(line.strip() for line in listed.splitlines() if line.strip())
 

@@ -122,13 +122,13 @@ def _secrets() -> Iterator[list[str]]:
 
 def pip_settings(listing: str) -> str:
     """What `pip config list` prints, as the text of a pip.conf. Certificates travel apart."""
-    lines = ["[global]"]
+    settings: dict[str, str] = {}
     for line in listing.splitlines():
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if section in ("global", ":env:", "install") and name not in ("cert", "client-cert", "no-input"):
-            lines.append(f"{name} = {ast.literal_eval(value)}".replace("\n", "\n    "))
-    return "\n".join(dict.fromkeys(lines)) + "\n"
+            settings[name] = str(ast.literal_eval(value)).replace("\n", "\n    ")
+    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items())]) + "\n"
 
 
 def docker() -> str:

@@ -54,7 +54,7 @@ def amount(text: str) -> float:
 
 
 def port(text: str) -> int:
-    if not text.isdigit() or not 1024 <= int(text) <= 65535:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1024 <= int(text) <= 65535:
         raise ValueError("a port from 1024 to 65535")
     return int(text)
 
@@ -122,7 +122,7 @@ class Job:
             raise UserError("Nothing to run.", "give the trainer's arguments after --, such as: -- --workload mnist")
         if any("\0" in word for word in self.command):
             raise UserError("An argument holds a zero byte.", "leave it out")
-        targets = [mount.target for mount in self.mount]
+        targets = ["/" + os.path.normpath(mount.target).lstrip("/") for mount in self.mount]
         for target in targets:
             if targets.count(target) > 1 or target in ("/", "/runs", "/data", "/tmp", "/dev/shm"):
                 raise UserError(f"--mount cannot put a folder at {target}.", "another DST; --runs-dir and --data-dir")
@@ -159,7 +159,7 @@ def from_flags(runtime: str, given: Mapping[str, Any], layout: str | None, argum
     """A Job from flag texts (None: not given), `-j NxM`, and the words after `--`. Raises UserError."""
     values = {key: _parse(key, text) for key, text in given.items() if text not in (None, [], ())}
     if layout is not None:
-        values |= _layout(layout, values)
+        values |= _layout(layout, given)
     for key in ("runs_dir", "data_dir"):
         values[key] = os.path.abspath(os.path.expanduser(values.get(key, flags()[key].default)))
     return Job(command=trainer_command(tuple(arguments)), runtime=runtime, **values)
@@ -183,11 +183,11 @@ def _parse(key: str, text: Any) -> Any:
 
 
 def _layout(text: str, given: Mapping[str, Any]) -> dict[str, int]:
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
-    if not match or "0" in match.groups():
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text)
+    if not match or 0 in (layout := [int(number) for number in match.groups()]):
         raise UserError(f"-j {text!r} is not NODESxPROCESSES.", "-j 2x4 for two nodes of four processes each")
-    nodes, nproc = map(int, match.groups())
-    for key, value in (("nodes", nodes), ("nproc_per_node", nproc)):
-        if given.get(key, value) != value:
+    values = dict(zip(("nodes", "nproc_per_node"), layout, strict=True))
+    for key, value in values.items():
+        if given.get(key) not in (None, str(value)):
             raise UserError(f"-j {text} contradicts --{key.replace('_', '-')} {given[key]}.", "give one of the two")
-    return {"nodes": nodes, "nproc_per_node": nproc}
+    return values

@@ -49,7 +49,10 @@ def new_run_id(command: tuple[str, ...]) -> str:
     words = dict(itertools.pairwise(command))
     moment = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
     label = words.get("--workload", "mnist" if command[0] == "train" else command[0])
-    safe = "".join(letter if letter.isalnum() else "-" for letter in label.lower())[:20].strip("-") or "run"
+    safe = (
+        "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in label.lower())[:20].strip("-")
+        or "run"
+    )
     return f"{moment}-{safe}-{os.urandom(2).hex()}"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Handle:
     @classmethod
     def parse(cls, text: str, known: tuple[str, ...]) -> "Handle":
         runtime, separator, run_id = text.partition("://")
-        if not separator or runtime not in known or not run_id or "/" in run_id:
+        if not separator or runtime not in known or not re.fullmatch(r"[a-z0-9][a-z0-9-]*", run_id):
             forms = ", ".join(f"{name}://RUN" for name in known)
             raise UserError(f"{text!r} is not a handle ({forms}).", "invoke list shows the handles")
         return cls(runtime, run_id)
@@ -118,12 +119,13 @@ def all_runs(runs_dir: str) -> list[LaunchState]:
 
 
 def process_birth(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (proc(5), field 22); None if there is no such process."""
+    """Start time of a process in clock ticks since boot (proc(5), field 22); None if there is none, or it is dead."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]
+    words = text.rpartition(")")[2].split()
+    return None if words[0] == "Z" else words[19]
 
 
 def now() -> str:

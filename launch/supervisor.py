@@ -79,8 +79,10 @@ def supervise(
         try:
             code = watch.follow(start, plan.job.time_limit_min)
         finally:
-            state.end(code, watch.cause)
-            clean()
+            try:
+                state.end(code, watch.cause)
+            finally:
+                clean()
     return code
 
 
@@ -143,22 +145,28 @@ class _Watch:
         return code
 
     def _pump(self, index: int) -> None:
-        for line, passing in split_lines(self._nodes[index].chunks()):
-            text = line if re.match(r"\[\d+:(\d+|-)\] ", line) else f"[{index}:-] {line}"
-            self._screen.line(text, passing=passing)
-        self._codes.append((index, self._nodes[index].wait()))
-        self._changed.set()
+        try:
+            for line, passing in split_lines(self._nodes[index].chunks()):
+                text = line if re.match(r"\[\d+:(\d+|-)\] ", line) else f"[{index}:-] {line}"
+                self._screen.line(text, passing=passing)
+        finally:
+            self._codes.append((index, self._nodes[index].wait()))
+            self._changed.set()
 
 
 def split_lines(chunks: Iterator[bytes]) -> Iterator[tuple[str, bool]]:
     """Lines of a byte stream, each with whether it ended in a carriage return (to be drawn over)."""
     rest = b""
     for chunk in chunks:
-        *lines, rest = re.split(rb"(?<=[\r\n])", (rest + chunk).replace(b"\r\n", b"\n"))
+        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?=[^\n])", rest + chunk)
         for line in lines:
-            yield line[:-1].decode(errors="replace"), line.endswith(b"\r")
+            yield _text(line), line.endswith(b"\r")
     if rest:
-        yield rest.decode(errors="replace"), False
+        yield _text(rest), rest.endswith(b"\r")
+
+
+def _text(line: bytes) -> str:
+    return line.rstrip(b"\r\n").decode(errors="replace")
 
 
 class _Signals:

@@ -34,6 +34,8 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
     store = rendezvous.meet()
     if store is None:
         return contract.EXIT_PREEMPTED
+    if topology.node_rank == 0:
+        record.Record(record.run_folder(config)).start(config, topology)
     _import_before_fork()
     board = Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
     spec = WorkerSpec(

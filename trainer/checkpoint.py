@@ -49,13 +49,16 @@ class _HashingFile(io.RawIOBase):
 
 
 def save(folder: Path, step: int, state: State, keep: int) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`.
+    """Write a checkpoint and remove all but the newest `keep`, and what lies beyond this step or was left half done.
 
+    A run that went on behind a damaged checkpoint would else meet it again.
     Raises UserError if the disk is full; older checkpoints stay untouched then.
     """
     final = folder / f"step-{step:08d}"
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
+        for leftover in folder.glob(".step-*"):
+            shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
         _write(temporary, step, state)
         if final.exists():
@@ -71,8 +74,10 @@ def save(folder: Path, step: int, state: State, keep: int) -> Path:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in _newest_first(folder)[keep:]:
-        shutil.rmtree(old)
+    checkpoints = _newest_first(folder)
+    place = checkpoints.index(final)
+    for other in checkpoints[:place] + checkpoints[place + keep :]:
+        shutil.rmtree(other)
     return final
 
 
@@ -81,7 +86,7 @@ def newest_valid(folder: Path) -> bytes | None:
     for path in _newest_first(folder):
         try:
             return _read(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"warning: skipping the damaged checkpoint {path}: {error}", file=sys.stderr, flush=True)
     return None
 

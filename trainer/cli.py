@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,16 +18,15 @@ class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are UserErrors, one line with a hint."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split()
-        if unknown and unknown[0].startswith("--"):
-            raise unknown_name("flag", unknown[0], self._option_string_actions, "the flag")
         raise UserError(f"{message[:1].upper()}{message[1:]}.", f"{self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code. Bad requests are one line on stderr."""
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments, unknown = build_parser().parse_known_args(argv)
+        if unknown:
+            raise unknown_name("argument", unknown[0], arguments.flags, "the flag")
         return int(arguments.run(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=train)
+    parser.set_defaults(run=train, flags=parser._option_string_actions)
     parser.add_argument("--config", metavar="FILE", help="TOML file of values; flags and environment win over it")
     parser.add_argument("--show-config", action="store_true", help="print all values and where they came from, and end")
     parser.add_argument(
@@ -68,7 +68,7 @@ def _add_field(parser: argparse.ArgumentParser, name: str, field: "dataclasses.F
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=report)
+    parser.set_defaults(run=report, flags=parser._option_string_actions)
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
 
 
@@ -76,7 +76,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     make = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=Parser).add_parser(
         "make", help="draw a data set", allow_abbrev=False
     )
-    make.set_defaults(run=make_data)
+    make.set_defaults(run=make_data, flags=make._option_string_actions)
     make.add_argument("name", metavar="NAME", help="drawn-digits")
     make.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder that torchvision's MNIST class reads"
@@ -142,7 +142,7 @@ def make_data(arguments: argparse.Namespace) -> int:
 def _nproc(given: str | None) -> int | None:
     if given is None:
         return None
-    if not given.isdigit() or int(given) < 1:
+    if not re.fullmatch(r"[0-9]{1,6}", given) or int(given) < 1:
         raise UserError(f"--nproc-per-node {given!r} is not a whole number above 0.", "--nproc-per-node 2")
     return int(given)
 

@@ -27,10 +27,14 @@ def describe(config: TrainConfig) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": config.threads,
         "env": dict(sorted(allowed.items())),
     }
+
+
+def gpus() -> list[str]:
+    """Names of this node's GPUs. Opens CUDA, so a rank may ask, an agent that forks may not."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def image() -> dict[str, str | None]:

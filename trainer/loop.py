@@ -1,7 +1,6 @@
 """The training loop, from data to weights. Reads from top to bottom; every rank runs it alike."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer import checkpoint, contract, record, workloads
+from trainer import checkpoint, contract, environment, record, workloads
 from trainer.config import TrainConfig, flag, shaping_fields
-from trainer.datasets import Batch, Split
+from trainer.datasets import Batch, Dataset, Split
 from trainer.distributed import Agreement, World
 from trainer.errors import UserError
 from trainer.optim import build_optimizer, build_scheduler
@@ -34,9 +33,9 @@ def train(config: TrainConfig, world: World, stop: StopRequest) -> int:
         data.validation.to(world.device),
         workloads.seeded_model(workload, data, config.seed),
     )
-    trainer.open_record({"name": data.name, "sha256": data.sha256() if world.is_main else ""})
     try:
         trainer.resume()
+        trainer.open_record(data)
         return trainer.run(stop)
     finally:
         trainer.close()
@@ -170,6 +169,12 @@ class Trainer:
             "scheduler": self.scheduler.state_dict(),
         }
 
+    def open_record(self, data: Dataset) -> None:
+        if self.world.is_main:
+            folder = record.run_folder(self.config)
+            self.record, self.metrics = record.Record(folder), record.Metrics(folder, self.step)
+            self.record.change(data={"name": data.name, "sha256": data.sha256()}, gpus=environment.gpus())
+
     def resume(self) -> None:
         """Load the newest valid checkpoint, which rank 0 reads and hands to all, if --resume auto asks for it."""
         if self.config.resume == "auto":
@@ -177,8 +182,6 @@ class Trainer:
             content = self.world.broadcast(checkpoint.newest_valid(folder) if self.world.is_main else None)
             if content is not None:
                 self.load(checkpoint.load(content, self.world.device))
-        if self.world.is_main:
-            self.metrics = record.Metrics(record.run_folder(self.config), self.step)
 
     def load(self, state: checkpoint.State) -> None:
         """Take over the state of a checkpoint. Raises UserError if it was made with settings that shape the result."""
@@ -223,13 +226,6 @@ class Trainer:
     def samples_per_s(self) -> float:
         """Samples of all ranks over the time spent in training steps, earlier attempts included."""
         return self.step * self.config.batch_size / max(self.train_s, 1e-9)
-
-    def open_record(self, data: dict[str, str]) -> None:
-        if self.world.is_main:
-            folder = Path(record.run_folder(self.config))
-            folder.mkdir(parents=True, exist_ok=True)
-            self.record = record.Record(folder)
-            self.record.start(self.config, self.world.topology, data)
 
     def finish(self, validated: dict[str, float]) -> None:
         if self.record is None:

@@ -1,6 +1,7 @@
 """Whose line is this? Every line of a rank or an agent starts with `[node:rank]` if the launcher asks for it."""
 
 import os
+import re
 import sys
 from typing import TextIO
 
@@ -11,20 +12,22 @@ class PrefixedStream:
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
         self._prefix = prefix
-        self._line = ""
+        self._at_start = True
+        self._waiting = ""
 
     def write(self, text: str) -> int:
-        for piece in text.splitlines(keepends=True):
-            self._line += piece
-            if self._line[-1] in "\r\n":
+        for piece in re.findall(r"[^\r\n]*(?:\r\n|[\r\n])|[^\r\n]+", text):
+            self._waiting += piece
+            if piece[-1] in "\r\n":
                 self.flush()
         return len(text)
 
     def flush(self) -> None:
         """Pass on what is there, even if the line is not complete."""
-        if self._line:
-            self._stream.write(self._prefix + self._line)
-            self._line = ""
+        if self._waiting:
+            self._stream.write((self._prefix if self._at_start else "") + self._waiting)
+            self._at_start = self._waiting[-1] in "\r\n"
+            self._waiting = ""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> object:

@@ -66,7 +66,7 @@ class Record:
         temporary.write_text(json.dumps({**self.read(), **values}, indent=2) + "\n")
         os.replace(temporary, self.path)
 
-    def start(self, config: TrainConfig, topology: Topology, data: dict[str, str]) -> None:
+    def start(self, config: TrainConfig, topology: Topology) -> None:
         """Write what is known before the first step. `started_at` of an earlier attempt is kept."""
         self.change(
             run_id=config.run_id,
@@ -85,7 +85,7 @@ class Record:
             image=environment.image(),
             environment=environment.describe(config),
             git=environment.git(),
-            data=data,
+            data={"name": config.dataset, "sha256": None},
             started_at=self.read().get("started_at") or now(),
             finished_at=None,
             failure=None,

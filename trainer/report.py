@@ -6,6 +6,11 @@ from typing import Any
 
 from trainer.errors import UserError
 
+NEEDED = (
+    "run_id", "status", "exit_code", "command", "topology", "runtime", "image", "environment", "git", "data",
+    "started_at", "finished_at", "failure", "result",
+)  # fmt: skip
+
 
 def summary(run: Path) -> str:
     """The lines of the summary. Raises UserError if the folder holds no readable run."""
@@ -20,7 +25,7 @@ def summary(run: Path) -> str:
         "image id": image["id"],
         "code": f"{told['git']['revision'] or 'unknown'}{' + changes' if told['git']['dirty'] else ''}",
         "torch": told["environment"]["torch"],
-        "data": f"{told['data']['name']} {told['data']['sha256'][:12]}",
+        "data": f"{told['data']['name']} {(told['data']['sha256'] or '')[:12]}",
         "time": f"{told['started_at']} to {told['finished_at'] or 'now'}",
         **{name.replace("_", " "): value for name, value in result.items()},
         "failure": (told["failure"] or {}).get("message"),
@@ -32,9 +37,13 @@ def read(run: Path) -> dict[str, Any]:
     """run.json of a run folder. Raises UserError if there is none or it is damaged."""
     path = run / "run.json"
     try:
-        told: dict[str, Any] = json.loads(path.read_text())
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in NEEDED if name not in told]
     except OSError:
         raise UserError(f"{run} holds no run: there is no {path}.", "give a folder below --runs-dir") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}.", "restore it, or start the run again") from None
+    if missing or not isinstance(told, dict):
+        names = ", ".join(missing) or "everything"
+        raise UserError(f"{path} is damaged: it lacks {names}.", "restore it, or start the run again")
     return told

@@ -60,8 +60,8 @@ def resolve(env: Env, nproc_per_node: int | None = None) -> Topology:
 
 
 def _read_ranks(env: Env, nproc: int | None) -> Topology:
-    local_world = integer(env, "LOCAL_WORLD_SIZE", default=integer(env, "WORLD_SIZE"))
-    world = integer(env, "WORLD_SIZE")
+    world = size(env, "WORLD_SIZE")
+    local_world = size(env, "LOCAL_WORLD_SIZE", default=world)
     if world % local_world:
         raise contradiction(env, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "all nodes need the same number of ranks")
     _same(env, "LOCAL_WORLD_SIZE", local_world, "--nproc-per-node", nproc)
@@ -121,9 +121,9 @@ def _read_pytorchjob(env: Env, nproc: int | None) -> Topology:
 
 
 def _read_mpi(env: Env, nproc: int | None) -> Topology:
-    size, local_size = integer(env, "OMPI_COMM_WORLD_SIZE"), integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    nnodes = size // local_size
-    if size % local_size:
+    world, local_size = size(env, "OMPI_COMM_WORLD_SIZE"), size(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    nnodes = world // local_size
+    if world % local_size:
         raise contradiction(env, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "use equal slots on all hosts")
     _same(env, "OMPI_COMM_WORLD_LOCAL_SIZE", local_size, "--nproc-per-node", nproc)
     rank = integer(env, "OMPI_COMM_WORLD_RANK")
@@ -141,8 +141,8 @@ def _read_mpi(env: Env, nproc: int | None) -> Topology:
 
 
 def _read_slurm(env: Env, nproc: int | None) -> Topology:
-    tasks = integer(env, "SLURM_STEP_NUM_TASKS", default=integer(env, "SLURM_NTASKS", default=1))
-    nnodes = integer(env, "SLURM_STEP_NUM_NODES", default=integer(env, "SLURM_NNODES", default=1))
+    tasks = size(env, "SLURM_STEP_NUM_TASKS", default=size(env, "SLURM_NTASKS", default=1))
+    nnodes = size(env, "SLURM_STEP_NUM_NODES", default=size(env, "SLURM_NNODES", default=1))
     if tasks % nnodes:
         raise contradiction(env, "SLURM_NTASKS", "SLURM_NNODES", "srun with --ntasks-per-node")
     hosts = expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
@@ -194,9 +194,19 @@ def integer(env: Env, name: str, *, default: int | None = None) -> int:
         return default
     if name not in env:
         raise UserError(f"{name} is not set although its companions are.", f"set {name}, or none of them")
-    if not re.fullmatch(r"\d{1,9}", env[name]):
+    if not re.fullmatch(r"[0-9]{1,9}", env[name]):
         raise UserError(f"{name}={env[name]!r} is not a whole number.", f"set {name} to one number")
     return int(env[name])
+
+
+def size(env: Env, name: str, *, default: int | None = None) -> int:
+    """A whole number above 0 from the environment."""
+    number = integer(env, name, default=default)
+    if number < 1:
+        raise UserError(
+            f"{name}={env[name]}: a run needs at least one node and one process.", f"set {name} to 1 or more"
+        )
+    return number
 
 
 def head(env: Env, *names: str, nnodes: int = 2) -> str:
@@ -239,6 +249,8 @@ def _expand_host(pattern: str) -> list[str]:
     names = []
     for item in match.group(1).split(","):
         first, _, last = item.partition("-")
+        if not re.fullmatch(r"[0-9]+(-[0-9]+)?", item):
+            raise UserError(f"{pattern!r} is not a Slurm node list.", "export MASTER_ADDR before srun")
         for number in range(int(first), int(last or first) + 1):
             names += _expand_host(f"{pattern[: match.start()]}{number:0{len(first)}d}{pattern[match.end() :]}")
     return names

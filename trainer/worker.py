@@ -42,6 +42,8 @@ def run_forked(config: TrainConfig, node: Topology) -> None:
 
 def run_alone(config: TrainConfig, topology: Topology) -> int:
     """A rank that a scheduler started itself (srun, mpirun, torchrun): no agent of ours watches over it."""
+    if topology.rank == 0:
+        record.Record(record.run_folder(config)).start(config, topology)
     return run_rank(config, topology, _open_store(topology, config), None)
 
 

@@ -174,6 +174,7 @@ def node_name(job: Job, index: int) -> str:
 def spec(job: Job, index: int) -> dict[str, Any]:
     """Everything Docker is told of one node, in docker-py's words where these are plain values."""
     mounts = [Mount(run_folder(job), f"{contract.RUNS_DIR}/{job.run_id}"), *job.mount]
+    mounts = [dataclasses.replace(mount, source=os.path.abspath(mount.source)) for mount in mounts]
     if os.path.isdir(job.data_dir):
         mounts.append(Mount(os.path.abspath(job.data_dir), contract.DATA_DIR, read_only=True))
     environment = {
@@ -249,9 +250,7 @@ def _keywords(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mount_flag(mount: Mount) -> str:
-    return f"--mount=type=bind,source={os.path.abspath(mount.source)},target={mount.target}" + (
-        ",readonly" if mount.read_only else ""
-    )
+    return f"--mount=type=bind,source={mount.source},target={mount.target}" + (",readonly" if mount.read_only else "")
 
 
 def _user() -> str:

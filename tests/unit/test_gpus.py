@@ -1,0 +1,61 @@
+"""Sharing out GPUs: none belongs to two nodes, and too few is said before anything starts."""
+
+import pytest
+
+from launch import gpus, shell
+from launch.gpus import check, share_out, visible
+from trainer.errors import UserError
+
+SHARES = {
+    "all for one node": ("abcd", 1, None, ("abcd",)),
+    "half for each of two": ("abcd", 2, None, ("ab", "cd")),
+    "the odd one stays free": ("abc", 2, None, ("a", "b")),
+    "fewer if asked": ("abcd", 2, 1, ("a", "b")),
+    "none if asked": ("abcd", 2, 0, ("", "")),
+    "none if there are too few for all": ("a", 2, None, ("", "")),
+    "none where there are none": ("", 3, None, ("", "", "")),
+}
+
+
+@pytest.mark.parametrize(("available", "nodes", "each", "shares"), SHARES.values(), ids=SHARES.keys())
+def test_gpus_are_shared_out(available, nodes, each, shares):
+    assert share_out(tuple(available), nodes, each) == tuple(map(tuple, shares))
+
+
+@pytest.mark.parametrize(("available", "nodes", "each", "hint"), [("abc", 2, 2, 1), ("", 1, 1, 0), ("a", 4, 1, 0)])
+def test_too_few_gpus_are_refused_with_the_number_that_would_do(available, nodes, each, hint):
+    with pytest.raises(UserError, match=rf"this host has {len(available)}\. HINT: --gpus-per-node {hint}"):
+        share_out(tuple(available), nodes, each)
+
+
+@pytest.mark.parametrize(("processes", "shares"), [(1, ("a",)), (2, ("ab", "cd")), (8, ("",)), (1, ("ab",))])
+def test_a_process_has_its_own_gpu_or_none(processes, shares):
+    check(processes, tuple(map(tuple, shares)))
+
+
+def test_two_processes_never_share_a_gpu():
+    with pytest.raises(UserError, match=r"2 processes on a node with 1 GPU.* HINT: --nproc-per-node 1"):
+        check(2, (("a",), ("b",)))
+
+
+VISIBLE = {
+    "two by number": ("0,1", ("0", "1")),
+    "one by its name": ("GPU-0a1b", ("GPU-0a1b",)),
+    "with blanks": ("0, 1", ("0", "1")),
+    "none": ("", ()),
+    "none, as torch users write it": ("-1", ()),
+}
+
+
+@pytest.mark.parametrize(("text", "found"), VISIBLE.values(), ids=VISIBLE.keys())
+def test_cuda_visible_devices_is_heeded(text, found, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    monkeypatch.setattr(shell, "output", lambda argv: pytest.fail("nvidia-smi was asked"))
+    assert visible() == found
+
+
+@pytest.mark.parametrize(("listed", "found"), [(None, ()), ("", ()), ("GPU-a\nGPU-b", ("GPU-a", "GPU-b"))])
+def test_otherwise_the_driver_is_asked(listed, found, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus.shell, "output", lambda argv: listed)
+    assert visible() == found

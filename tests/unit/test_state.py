@@ -1,0 +1,164 @@
+"""launch.json, handles, and what the verbs say of runs in every state."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import submit
+from launch.job import Job
+from launch.state import Handle, LaunchState, all_runs, process_birth
+from trainer.errors import UserError
+
+KNOWN = ("local", "docker")
+
+
+def job(name="run"):
+    return Job(command=("train",), runtime="local", name=name)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run that this process watches over."""
+    state = LaunchState(tmp_path / "run")
+    state.begin(job())
+    return state
+
+
+def test_a_handle_is_read_as_it_was_printed():
+    assert Handle.parse(str(Handle("docker", "run-1")), KNOWN) == Handle("docker", "run-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "run", "docker:run", "docker://", "slurm://run", "docker://a/b", "://run", "local://.."]
+)
+def test_what_is_no_handle_is_refused_with_the_forms(text):
+    with pytest.raises(UserError, match=r"not a handle \(local://RUN, docker://RUN\).* HINT: "):
+        Handle.parse(text, KNOWN)
+
+
+def test_a_run_that_began_tells_who_watches_over_it(begun):
+    told = begun.read()
+    assert (told["handle"], told["pid"], told["exit_code"]) == ("local://run", os.getpid(), None)
+    assert begun.supervisor() == os.getpid()
+
+
+def test_a_run_that_ended_has_no_supervisor(begun):
+    begun.end(0, "")
+    assert begun.supervisor() is None
+    assert begun.read()["finished_at"]
+
+
+def test_a_process_number_that_was_given_away_again_is_not_the_supervisor(begun):
+    begun.change(born="1")
+    assert begun.supervisor() is None
+
+
+def test_a_supervisor_that_is_gone_is_none(begun):
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    begun.change(pid=child.pid, born=process_birth(child.pid))
+    assert begun.supervisor() == child.pid
+    child.communicate()
+    assert process_birth(child.pid) is None
+    assert begun.supervisor() is None
+
+
+def test_a_supervisor_that_waits_to_be_reaped_is_none(begun):
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    begun.change(pid=child.pid, born=process_birth(child.pid))
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert begun.supervisor() is None
+    finally:
+        child.wait()
+
+
+def test_a_change_is_whole_or_not_at_all(begun, monkeypatch):
+    before = begun.path.read_text()
+
+    def killed(*names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        begun.end(1, "boom")
+    assert begun.path.read_text() == before
+
+
+@pytest.mark.parametrize("text", [None, "{", ""], ids=["missing", "cut off", "empty"])
+def test_a_run_without_a_readable_record_is_a_user_error(text, tmp_path):
+    state = LaunchState(tmp_path / "run")
+    if text is not None:
+        state.folder.mkdir()
+        state.path.write_text(text)
+    with pytest.raises(UserError, match=r"HINT"):
+        state.read()
+
+
+def test_the_end_is_written_for_a_trainer_that_could_not(begun):
+    (begun.folder / "run.json").write_text('{"status": "running", "config": {}}')
+    begun.end(137, "node 1 ended with exit code 137")
+    told = begun.outcome()
+    assert (told["status"], told["exit_code"], told["config"]) == ("failed", 137, {})
+    assert told["failure"]["message"] == "node 1 ended with exit code 137"
+
+
+def test_the_cause_that_the_trainer_wrote_itself_is_the_one_kept(begun):
+    told = '{"status": "failed", "exit_code": 1, "failure": {"message": "boom"}}'
+    (begun.folder / "run.json").write_text(told)
+    begun.end(1, "node 0 ended with exit code 1")
+    assert begun.outcome()["failure"]["message"] == "boom"
+    assert begun.read()["cause"] == "boom"
+
+
+WORDS = {
+    "running": lambda state: None,
+    "lost": lambda state: state.change(born="1"),
+    "done": lambda state: state.end(0, ""),
+    "preempted": lambda state: state.end(75, ""),
+    "failed": lambda state: state.end(1, "boom"),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_list_and_status_have_a_word_for_every_state(word, begun, tmp_path):
+    WORDS[word](begun)
+    (line,) = submit.table(str(tmp_path)).splitlines()
+    assert line.split()[:2] == ["local://run", word]
+    status = submit.status(Handle("local", "run"), str(tmp_path)).splitlines()
+    assert status[0].split() == ["local://run", word]
+    assert any("boom" in line for line in status) is (word == "failed")
+
+
+def test_status_shows_the_latest_metrics(begun, tmp_path):
+    (begun.folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert submit.status(Handle("local", "run"), str(tmp_path)).endswith('latest   {"step": 2}')
+
+
+def test_runs_are_listed_by_name_and_strangers_left_out(tmp_path):
+    for name in ("b", "a"):
+        LaunchState(tmp_path / name).begin(job(name))
+    (tmp_path / "other").mkdir()
+    assert [state.folder.name for state in all_runs(str(tmp_path))] == ["a", "b"]
+    assert submit.table(str(tmp_path / "nowhere")) == f"no runs in {tmp_path}/nowhere"
+
+
+def test_the_lines_of_an_ended_run_are_given_once_even_if_asked_to_follow(begun, tmp_path):
+    begun.log.write_text("[0:-] a\n[0:0] größe\n", encoding="utf-8")
+    begun.end(0, "")
+    assert list(submit.logs(Handle("local", "run"), str(tmp_path), follow=True)) == ["[0:-] a", "[0:0] größe"]
+
+
+def test_cancelling_what_has_ended_changes_nothing(begun, tmp_path):
+    begun.end(3, "boom")
+    before = begun.path.read_text()
+    assert "had ended with exit code 3" in submit.cancel(Handle("local", "run"), str(tmp_path))
+    assert begun.path.read_text() == before
+
+
+def test_cancelling_a_lost_run_closes_its_record(begun, tmp_path):
+    begun.change(born="1")
+    assert submit.cancel(Handle("local", "run"), str(tmp_path)) == "local://run ended with exit code 1"
+    assert begun.read()["exit_code"] == 1
