@@ -1,19 +1,22 @@
 """Time of an epoch against the plain example script as users write it: python -m benchmarks epoch
 
 Both train the example's own model with the same optimizer on the same idx files: 2 ranks with 1 thread each, global
-batch 200. They take turns in the same processes, epoch by epoch, each with the switches of torch it has when it runs
-alone. What differs is how batches are made and the loop around the model; ours also logs every 10 steps. Neither
-validates or saves.
+batch 200. Each has its own processes and they take turns, epoch by epoch. What differs is how batches are made and
+the loop around the model; ours also logs every 10 steps. Neither validates or saves.
 """
 
+import contextlib
+import os
+import re
+import subprocess
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
 from torch import nn
 
 from benchmarks import example_script, ranks
-from benchmarks.measure import Row, in_turn, ratios, row
-from trainer import worker
+from benchmarks.measure import ROOT, Row, Turns, python, ratios, row
 from trainer.config import TrainConfig
 from trainer.datasets import Dataset
 from trainer.distributed import World
@@ -23,16 +26,35 @@ SAMPLES, PROCESSES, PAIRS = 6000, 2, 16
 
 
 def measure() -> list[Row]:
-    """Seconds of an epoch, ours over the example's."""
+    """Seconds of an epoch, ours over the example's; the first epoch of both is left out."""
     with tempfile.TemporaryDirectory() as folder:
         ranks.make_data(folder, SAMPLES)
-        pairs = ranks.run_ranks(compare, PROCESSES, our_config(folder))
+        Path(folder, "turns").mkdir()
+        with _example(folder) as example:
+            ours = ranks.run_ranks(our_epochs, PROCESSES, our_config(folder))
+            told, _ = example.communicate()
+    theirs = [float(text) for text in re.findall(r"^epoch \d+: (\S+) s$", told, re.MULTILINE)]
+    pairs = list(zip(ours, theirs, strict=True))[1:]
     what = f"epoch of {SAMPLES} samples, {PROCESSES} ranks x 1 thread"
     return [
         row("epoch", f"{what}: ours over the example script's", ratios(pairs), below=1),
-        row("epoch", f"{what}: ours", [ours for ours, _ in pairs], unit=" s"),
-        row("epoch", f"{what}: the example script's", [theirs for _, theirs in pairs], unit=" s"),
+        row("epoch", f"{what}: ours", [seconds for seconds, _ in pairs], unit=" s"),
+        row("epoch", f"{what}: the example script's", [seconds for _, seconds in pairs], unit=" s"),
     ]
+
+
+@contextlib.contextmanager
+def _example(folder: str) -> Iterator["subprocess.Popen[str]"]:
+    """The example script under torchrun, waiting for its turns; it does not outlive a failure of ours."""
+    launcher = python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}")
+    script = ["-m", "benchmarks.example_script", f"{folder}/drawn-digits"]
+    options = [f"--epochs={PAIRS + 1}", f"--turns={folder}/turns"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*launcher, *script, *options], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            yield run
+        finally:
+            run.terminate()
 
 
 def our_config(folder: str) -> TrainConfig:
@@ -56,21 +78,16 @@ class ExampleWorkload(Mnist):
         return example_script.ExampleNet()
 
 
-def compare(world: World, config: TrainConfig) -> list[tuple[float, float]]:
-    """Body of a rank: seconds of our epochs and of the example's, in turn."""
+def our_epochs(world: World, config: TrainConfig) -> list[float]:
+    """Body of a rank: seconds of each of our epochs, the example's in between."""
     trainer = ranks.make_trainer(config, world, ExampleWorkload(config))
-    prepared = example_script.prepare(f"{config.data_dir}/drawn-digits")
-
-    def ours() -> float:
-        worker.configure_torch(config)
-        return trainer.advance(trainer.order.steps_per_epoch)
-
-    def theirs() -> float:
-        torch.use_deterministic_algorithms(False)
+    turns = Turns(Path(config.data_dir, "turns"), "ours", "example")
+    took = []
+    for epoch in range(PAIRS + 1):
+        if epoch:
+            turns.wait(epoch - 1)
+        took.append(trainer.advance(trainer.order.steps_per_epoch))
         world.barrier()
-        return example_script.train_epoch(*prepared)
-
-    ours(), theirs()  # warm up
-    pairs = in_turn(ours, theirs, PAIRS)
+        turns.end(epoch)
     trainer.close()
-    return pairs
+    return took

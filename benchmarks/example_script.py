@@ -1,6 +1,6 @@
 """The plain DistributedDataParallel example as it is often written today; what benchmarks/epoch.py compares with.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/example_script.py FOLDER --epochs 2
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.example_script FOLDER
 
 Samples go one by one through PIL and a transform in the training process itself, the sampler deals the same order in
 every epoch (no set_epoch), and nothing is saved or validated. FOLDER is what torchvision.datasets.MNIST reads.
@@ -8,6 +8,7 @@ every epoch (no set_epoch), and nothing is saved or validated. FOLDER is what to
 
 import argparse
 import time
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -17,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets, transforms
+
+from benchmarks.measure import Turns
 
 BATCH_SIZE = 100  # of each process
 LEARNING_RATE = 1e-4
@@ -69,13 +72,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--turns", type=Path, help="folder through which another program takes turns with this one")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     prepared = prepare(arguments.folder)
+    turns = Turns(arguments.turns, "example", "ours") if arguments.turns else None
     for epoch in range(arguments.epochs):
+        if turns:
+            turns.wait(epoch)
+            dist.barrier()
         took = train_epoch(*prepared)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch + 1}: {took:.3f} s", flush=True)
+            print(f"epoch {epoch + 1}: {took:.6f} s", flush=True)
+        if turns:
+            dist.barrier()
+            turns.end(epoch)
     dist.destroy_process_group()
 
 

@@ -63,6 +63,25 @@ def ratios(pairs: Iterable[tuple[float, float]]) -> list[float]:
     return [first / second for first, second in pairs]
 
 
+class Turns:
+    """Lets two programs that run at the same time work in turn, by files in a folder that both see."""
+
+    def __init__(self, folder: Path, own: str, other: str) -> None:
+        self._folder, self._own, self._other = folder, own, other
+
+    def wait(self, number: int) -> None:
+        """Return when the other's turn of this number is over; turns count from 0."""
+        deadline = time.monotonic() + 120
+        while not (self._folder / f"{self._other}-{number}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._other} did not finish its turn {number}")
+            time.sleep(0.002)
+
+    def end(self, number: int) -> None:
+        """Tell the other that our turn of this number is over."""
+        (self._folder / f"{self._own}-{number}").touch()
+
+
 def seconds(argv: Sequence[str], cwd: Path = ROOT) -> float:
     """Wall time of a command that must end well; its output is thrown away."""
     began = time.perf_counter()

@@ -123,7 +123,7 @@ def _secrets() -> Iterator[list[str]]:
 def pip_settings(listing: str) -> str:
     """What `pip config list` prints, as the text of a pip.conf. Certificates travel apart."""
     settings: dict[str, str] = {}
-    for line in listing.splitlines():
+    for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):  # the environment wins
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
         if section in ("global", ":env:", "install") and name not in ("cert", "client-cert", "no-input"):

@@ -17,6 +17,7 @@ from typing import Protocol
 from launch.plan import Plan
 from launch.state import LaunchState
 from trainer import contract
+from trainer.errors import UserError
 
 PEERS_GRACE_S = 12.0  # after the first node failed, the others end by themselves
 STOP_GRACE_S = 30.0  # for saving, after a request to stop
@@ -78,6 +79,9 @@ def supervise(
     with _Signals(watch):
         try:
             code = watch.follow(start, plan.job.time_limit_min)
+        except UserError as error:
+            code, watch.cause = contract.EXIT_BAD_REQUEST, str(error)
+            raise
         finally:
             try:
                 state.end(code, watch.cause)

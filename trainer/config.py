@@ -6,7 +6,9 @@ Layers, weakest first: default < config file < environment < flag. Each field's 
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import re
 import sys
 import types
 import typing
@@ -94,7 +96,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_value(field, getattr(self, field.name))
-        if self.run_id is not None and (Path(self.run_id).name != self.run_id or self.run_id.startswith(".")):
+        if self.run_id is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}", self.run_id):
             raise UserError(f"--run-id {self.run_id!r} is not a folder name.", "use letters, digits and dashes")
 
     def hash(self) -> str:
@@ -205,7 +207,10 @@ def _convert(kind: type, value: Any) -> Any:
         raise TypeError(value)
     if kind is str and str(value) == "":
         raise ValueError(value)
-    return kind(value)
+    number = kind(value)
+    if kind is float and not math.isfinite(number):
+        raise ValueError(value)
+    return number
 
 
 def _article(kind: type) -> str:

@@ -58,7 +58,11 @@ class Record:
         """The record so far; empty before the start."""
         if not self.path.exists():
             return {}
-        content: dict[str, Any] = json.loads(self.path.read_text())
+        try:
+            content: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            print(f"warning: {self.path} was damaged and is written anew: {error}", file=sys.stderr, flush=True)
+            return {}
         return content
 
     def change(self, **values: Any) -> None:

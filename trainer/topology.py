@@ -85,6 +85,8 @@ def _read_pet(env: Env, nproc: int | None) -> Topology:
     if given is not None:
         _same(env, "PET_NPROC_PER_NODE", given, "--nproc-per-node", nproc)
     nnodes = integer(env, "PET_NNODES", default=1)
+    if "PET_NNODES" not in env and "JOB_COMPLETION_INDEX" in env:
+        return _read_indexed_job(env, nproc)
     node_rank = _index(env, nnodes)
     for other in ("JOB_COMPLETION_INDEX", "RANK"):
         if other in env and integer(env, other) != node_rank:

@@ -54,10 +54,11 @@ def plan(job: Job) -> Plan:
     for index in range(job.nodes):
         told = spec(job, index)
         nodes.append(NodePlan(index, tuple(told["command"]), told["environment"], shell.quote(run_line(told))))
+    create = ["docker", "network", "create", "--label", f"{RUN_LABEL}={job.run_id}", network(job)]
     return Plan(
         job,
         tuple(nodes),
-        before=(shell.quote(["docker", "network", "create", network(job)]) + " >/dev/null",),
+        before=(*_folder_lines(job), shell.quote(create) + " >/dev/null"),
         after=(shell.quote(["docker", "network", "rm", network(job)]) + " >/dev/null",),
     )
 
@@ -67,6 +68,14 @@ def start(plan: Plan) -> list[Node]:
     job = plan.job
     client = connect()
     _own_folder(job)
+    try:
+        return _start_nodes(client, job)
+    except docker.errors.APIError as error:
+        hint = "check --mount, --gpus-per-node and --cpus"
+        raise UserError(f"Docker cannot start the run: {error.explanation}.", hint) from None
+
+
+def _start_nodes(client: Any, job: Job) -> list[Node]:
     client.networks.create(network(job), driver="bridge", labels={RUN_LABEL: job.run_id})
     progress = {"TRAINER_PROGRESS": "bar" if sys.stdout.isatty() else "lines"}
     nodes: list[Node] = []
@@ -99,13 +108,7 @@ class Container(Node):
         self._state: dict[str, Any] = {}
 
     def start(self) -> None:
-        try:
-            self._container.start()
-        except docker.errors.APIError as error:
-            raise UserError(
-                f"Docker cannot start {self._container.name}: {error.explanation}.",
-                "check --mount, --gpus-per-node and --cpus",
-            ) from None
+        self._container.start()
 
     def chunks(self) -> Iterator[bytes]:
         yield from self._container.logs(stream=True, follow=True)
@@ -262,8 +265,8 @@ def _user() -> str:
 
 def _check_folders(job: Job) -> None:
     for mount in (Mount(job.runs_dir, "/runs"), Mount(job.data_dir, "/data"), *job.mount):
-        if "," in os.path.abspath(mount.source):
-            raise UserError(f"Docker cannot mount {mount.source}: a comma in its name.", "rename it, or link to it")
+        if set(',"\n') & set(os.path.abspath(mount.source)):
+            raise UserError(f"Docker cannot mount {mount.source}: a comma or quote in its name.", "rename it")
     for mount in job.mount:
         if not os.path.exists(mount.source):
             raise UserError(f"--mount {mount.source} does not exist.", "give a folder of this host")
@@ -272,6 +275,12 @@ def _check_folders(job: Job) -> None:
         parent = parent.parent
     if not os.access(parent, os.W_OK):
         raise UserError(f"Cannot write to {job.runs_dir}.", "--runs-dir with a writable folder")
+
+
+def _folder_lines(job: Job) -> list[str]:
+    folder = run_folder(job)
+    give = shell.quote(["chown", str(job.user), folder])
+    return [shell.quote(["mkdir", "-p", folder]), f'[ "$(id -u)" != 0 ] || {give}']
 
 
 def _own_folder(job: Job) -> None:

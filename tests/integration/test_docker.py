@@ -71,8 +71,6 @@ def test_the_dry_run_is_a_script_that_gives_the_same_bits(image: str, tmp_path: 
     words = ("docker-run", "-j", "2x1", "--image", image, "--name", "dry", "--runs-dir", str(tmp_path), "--dryrun")
     script = invoke(*words, "--", *SHORT).stdout
     assert not (tmp_path / "dry").exists(), "a dry run changes nothing"
-    (tmp_path / "dry").mkdir(mode=0o777)
-    (tmp_path / "dry").chmod(0o777)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert record(tmp_path, "dry")["result"]["weights_sha256"] == told["result"]["weights_sha256"]
