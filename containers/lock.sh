@@ -5,8 +5,9 @@ cd "$(dirname "$0")/.."
 compile() { uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --no-header \
     --no-emit-index-url pyproject.toml "$@"; }
 compile --extra torch --extra host --extra dev --output-file containers/host.lock
-# Only what an image with torch lacks; numpy is the base's own.
-compile --constraint containers/host.lock --no-emit-package numpy --output-file containers/extras.lock
+# Only what an image with torch lacks: what tensorboardX itself needs is in NGC, and in the CPU base by torch.lock.
+compile --constraint containers/host.lock --output-file containers/extras.lock --no-emit-package numpy \
+    --no-emit-package filelock --no-emit-package packaging --no-emit-package protobuf
 compile --constraint containers/host.lock --extra torch --output-file containers/torch.lock
 # Test tools on top of the image: what the base or extras.lock already brought stays.
 compile --constraint containers/host.lock --extra host --extra dev --output-file containers/test.lock \

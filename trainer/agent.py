@@ -58,7 +58,8 @@ class Agent(LocalElasticAgent):
     """torch's agent, plus: all ranks of all nodes end at the first failure, and signals ask the ranks to stop."""
 
     def __init__(self, spec: WorkerSpec, board: Board, topology: Topology) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), start_method="fork", exit_barrier_timeout=60, shutdown_timeout=5)
+        no_files = DefaultLogsSpecs(log_dir=os.devnull)  # else each run leaves a folder in /tmp
+        super().__init__(spec, no_files, start_method="fork", exit_barrier_timeout=60, shutdown_timeout=5)
         self.failure: Failure | None = None
         self.preempted = False
         self._suspected = False

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -225,6 +226,21 @@ def test_ranks_that_a_scheduler_started_need_no_agent(tmp_path: Path) -> None:
     ]
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].text()
     assert weights(record(tmp_path, "srun")) == weights(run(tmp_path, "agent", "1x2", *SHORT))
+
+
+@pytest.mark.parametrize("end", ["done", "stopped", "killed"])
+def test_no_temporary_file_is_left(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)  # the nodes are forks of this process
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (node,) = start_run(tmp_path, "run", "1x2", "--max-steps", "45" if end == "done" else "9999", TMPDIR=str(temporary))
+    if end != "done":
+        until(lambda: reached(tmp_path, "run", 20), "step 20")
+        os.kill(
+            node.pid if end == "stopped" else node.ranks()[0], signal.SIGTERM if end == "stopped" else signal.SIGKILL
+        )
+    assert node.wait() == {"done": 0, "stopped": 75, "killed": 137}[end]
+    assert list(temporary.iterdir()) == []
 
 
 def test_validation_counts_every_sample_once(tmp_path: Path) -> None:
