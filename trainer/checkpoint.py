@@ -91,9 +91,9 @@ def newest_valid(folder: Path) -> bytes | None:
     return None
 
 
-def load(content: bytes, device: torch.device) -> State:
-    """The state in a checkpoint's bytes; only tensors and plain values are accepted."""
-    state: State = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+def load(content: bytes) -> State:
+    """The state in a checkpoint's bytes, on the CPU (Adam's step counters must stay there); no pickled code runs."""
+    state: State = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 
 

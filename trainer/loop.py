@@ -98,7 +98,7 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """One optimizer step on this rank's share of the global batch; returns its mean loss, detached."""
-        seed_step(self.config.seed, self.step, self.world.rank)
+        seed_step(self.config.seed, self.step, self.world.rank, self.world.device)
         indices = self.order.share(self.step, self.world.rank, self.world.size).to(self.world.device)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.backward(self.train_split.batch(indices))
@@ -181,7 +181,7 @@ class Trainer:
             folder = record.run_folder(self.config) / "checkpoints"
             content = self.world.broadcast(checkpoint.newest_valid(folder) if self.world.is_main else None)
             if content is not None:
-                self.load(checkpoint.load(content, self.world.device))
+                self.load(checkpoint.load(content))
 
     def load(self, state: checkpoint.State) -> None:
         """Take over the state of a checkpoint. Raises UserError if it was made with settings that shape the result."""

@@ -13,8 +13,6 @@ from trainer import checkpoint
 from trainer.checkpoint import load, newest_valid, save, weights_sha256
 from trainer.errors import UserError
 
-CPU = torch.device("cpu")
-
 
 def state(step):
     return {
@@ -39,7 +37,7 @@ def folder(tmp_path):
 
 
 def test_what_was_saved_comes_back(folder):
-    back = load(newest_valid(folder), CPU)
+    back = load(newest_valid(folder))
     assert back["step"] == 30
     assert torch.equal(back["model"]["weight"], torch.full((3, 2), 30.0))
     assert back["model"]["count"].dtype == torch.int64
@@ -63,7 +61,7 @@ def test_without_checkpoints_there_is_nothing_to_resume_from(tmp_path):
 def test_only_the_newest_are_kept(keep, tmp_path):
     for step in (9, 10, 100, 1000):
         path = save(tmp_path, step, state(step), keep)
-        assert load(newest_valid(tmp_path), CPU)["step"] == step
+        assert load(newest_valid(tmp_path))["step"] == step
         assert path.is_dir()
     assert steps(tmp_path) == [f"step-{step:08d}" for step in (9, 10, 100, 1000)[-keep:]]
 
@@ -71,7 +69,7 @@ def test_only_the_newest_are_kept(keep, tmp_path):
 def test_the_same_step_may_be_saved_again(folder):
     changed = state(30) | {"name": "again"}
     save(folder, 30, changed, keep=3)
-    assert load(newest_valid(folder), CPU)["name"] == "again"
+    assert load(newest_valid(folder))["name"] == "again"
     assert len(steps(folder)) == 3
 
 
@@ -101,7 +99,7 @@ DAMAGE = {
 @pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(name, damage, folder, capsys):
     damage(folder / "step-00000030" / name)
-    assert load(newest_valid(folder), CPU)["step"] == 20
+    assert load(newest_valid(folder))["step"] == 20
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("warning: ")
@@ -121,14 +119,14 @@ def test_a_checkpoint_just_written_is_never_the_one_removed(folder, capsys):
     _flip(folder / "step-00000030" / "state.pt")
     path = save(folder, 25, state(25), keep=1)
     assert path.is_dir()
-    assert load(newest_valid(folder), CPU)["step"] == 25
+    assert load(newest_valid(folder))["step"] == 25
 
 
 def test_what_a_killed_process_left_hinders_no_one(folder):
     """In containers process numbers repeat, so a restarted rank meets the folder that it left itself."""
     (folder / f".step-00000040.{os.getpid()}").mkdir()
     save(folder, 40, state(40), keep=3)
-    assert load(newest_valid(folder), CPU)["step"] == 40
+    assert load(newest_valid(folder))["step"] == 40
 
 
 def test_half_a_checkpoint_is_never_seen(folder, monkeypatch):
@@ -165,7 +163,7 @@ def test_a_full_disk_is_a_user_error_and_older_checkpoints_stay(code, room, fold
     with pytest.raises(UserError, match=r"No space for the checkpoint of step 40.* HINT: "):
         save(folder, 40, state(40), keep=1)
     assert steps(folder) == ["step-00000010", "step-00000020", "step-00000030"]
-    assert load(newest_valid(folder), CPU)["step"] == 30
+    assert load(newest_valid(folder))["step"] == 30
 
 
 def test_any_other_write_error_is_not_taken_for_a_full_disk(folder, monkeypatch):
@@ -195,7 +193,7 @@ def test_a_checkpoint_with_code_in_it_is_refused():
     buffer = io.BytesIO()
     torch.save({"model": Surprise()}, buffer)
     with pytest.raises(pickle.UnpicklingError, match=r"(?i)weights.only"):
-        load(buffer.getvalue(), CPU)
+        load(buffer.getvalue())
     assert not os.path.exists("/tmp/intermodal-surprise")
 
 
