@@ -2,7 +2,6 @@
 #   invoke build --base cpu [--os-image debian:bookworm-slim@sha256:...]
 ARG OS_IMAGE=debian:bookworm-slim
 FROM ${OS_IMAGE}
-ARG OS_IMAGE
 
 RUN apt-get update \
  && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
@@ -22,4 +21,5 @@ RUN --mount=type=secret,id=pip.conf --mount=type=secret,id=ca.pem \
       || echo 'some files are templates and not Python'; } \
  && python3 -c 'import torch, torchvision'
 
+ARG OS_IMAGE
 LABEL org.opencontainers.image.base.name=${OS_IMAGE}

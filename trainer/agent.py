@@ -1,7 +1,7 @@
 """The agent of a node: starts this node's ranks through torch's elastic agent and ends them together.
 
 Ranks are forked after torch is imported, so that torch is loaded once a node instead of once a rank. That is safe
-because the agent never computes, never opens CUDA, and has no thread of its own.
+because the agent never computes, never opens CUDA, and has no second thread: the store is served by another process.
 """
 
 import dataclasses
@@ -31,13 +31,21 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # ours are handled below
     rendezvous = StaticRendezvous(topology, facts, config.rendezvous_timeout_s)
-    store = rendezvous.meet()
-    if store is None:
-        return contract.EXIT_PREEMPTED
-    if topology.node_rank == 0:
-        record.Record(record.run_folder(config)).start(config, topology)
+    try:
+        store = rendezvous.meet()
+        if store is None:
+            return contract.EXIT_PREEMPTED
+        if topology.node_rank == 0:
+            record.Record(record.run_folder(config)).start(config, topology)
+        return _run_ranks(
+            config, topology, rendezvous, Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
+        )
+    finally:
+        rendezvous.close()
+
+
+def _run_ranks(config: TrainConfig, topology: Topology, rendezvous: StaticRendezvous, board: Board) -> int:
     _import_before_fork()
-    board = Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=topology.nproc_per_node or 1,
@@ -54,12 +62,19 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
     return _conclude(agent, board, config, topology)
 
 
+def start_method() -> str:
+    """Fork if this process has no second thread, whose locks a fork would inherit; else spawn, which is slower."""
+    tasks = "/proc/self/task"
+    alone = os.path.isdir(tasks) and len(os.listdir(tasks)) == 1
+    return "fork" if alone else "spawn"
+
+
 class Agent(LocalElasticAgent):
     """torch's agent, plus: all ranks of all nodes end at the first failure, and signals ask the ranks to stop."""
 
     def __init__(self, spec: WorkerSpec, board: Board, topology: Topology) -> None:
         no_files = DefaultLogsSpecs(log_dir=os.devnull)  # else each run leaves a folder in /tmp
-        super().__init__(spec, no_files, start_method="fork", exit_barrier_timeout=60, shutdown_timeout=5)
+        super().__init__(spec, no_files, start_method=start_method(), exit_barrier_timeout=60, shutdown_timeout=5)
         self.failure: Failure | None = None
         self.preempted = False
         self._suspected = False

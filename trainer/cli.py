@@ -101,7 +101,7 @@ def train(arguments: argparse.Namespace) -> int:
 def start(settings: config.TrainConfig, place: topology.Topology) -> int:
     """Check what can be checked before any process is started, then train."""
     stop.hold()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks where a peer is gone
+    _prepare_libraries(settings.threads)
     from trainer import preflight
 
     settings, place = preflight.prepare(settings, place)
@@ -113,6 +113,15 @@ def start(settings: config.TrainConfig, place: topology.Topology) -> int:
 
     facts = {**environment.agreed_facts(), "config": settings.hash(), "nproc_per_node": place.nproc_per_node}
     return agent.run_node(settings, place, facts)
+
+
+def _prepare_libraries(threads: int) -> None:
+    """What torch, numpy and CUDA read once, when they are imported."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start threads, and an agent with threads cannot fork
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stacks where a peer is gone
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not open CUDA before the fork
 
 
 def report(arguments: argparse.Namespace) -> int:

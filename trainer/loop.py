@@ -1,6 +1,8 @@
 """The training loop, from data to weights. Reads from top to bottom; every rank runs it alike."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +66,8 @@ class Trainer:
             config, self.optimizer, self.total_steps, self.order.steps_per_epoch
         )
         self.step = self.resumed_at = 0
-        self.train_s = 0.0
+        self.trained_s = 0.0
+        self.clock = Stopwatch()
         self.record: record.Record | None = None
         self.metrics: record.Metrics | None = None
         self.rehearse()
@@ -74,24 +77,22 @@ class Trainer:
         agreement = Agreement(self.world)
         progress = Progress(self.total_steps, self.order.steps_per_epoch, None if self.world.is_main else "none")
         validated: dict[str, float] = {}
-        began = time.perf_counter()
+        self.clock = Stopwatch(self.trained_s)
         while self.step < self.total_steps:
             loss = self.train_step()
             last = self.step == self.total_steps
             if last or self.step % self.config.log_every == 0:
-                (mean,) = self.world.sum([float(loss) / self.world.size])
-            self.train_s += time.perf_counter() - began
-            if last or self.step % self.config.log_every == 0:
-                self.log(mean, progress)
+                self.log(loss, progress)
             if last or self.is_due(self.config.val_every):
-                validated = self.validate()
+                with self.clock.paused():
+                    validated = self.validate()
             stopping = not last and agreement.reached(stop.requested)
             if last or stopping or self.is_due(self.config.checkpoint_every):
-                self.save()
+                with self.clock.paused():
+                    self.save()
             if stopping:
                 agreement.close()
                 return record.preempted(self.record) if self.record else contract.EXIT_PREEMPTED
-            began = time.perf_counter()
         agreement.close()
         self.finish(validated or self.validate())
         return contract.EXIT_DONE
@@ -162,7 +163,7 @@ class Trainer:
         return {
             "step": self.step,
             "total_steps": self.total_steps,
-            "train_s": self.train_s,
+            "train_s": self.clock.seconds,
             "config": shaping,
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -190,7 +191,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step = self.resumed_at = state["step"]
-        self.train_s = state["train_s"]
+        self.trained_s = state["train_s"]
         if self.world.is_main:
             print(f"resuming at step {self.step}", flush=True)
 
@@ -216,16 +217,18 @@ class Trainer:
     def is_due(self, every: int | None) -> bool:
         return self.step % (every or self.order.steps_per_epoch) == 0
 
-    def log(self, loss: float, progress: Progress) -> None:
-        progress.show(self.step, loss, self.samples_per_s)
+    def log(self, loss: Tensor, progress: Progress) -> None:
+        """Show and write the mean loss of this step over all ranks."""
+        (mean,) = self.world.sum([float(loss) / self.world.size])
+        progress.show(self.step, mean, self.samples_per_s)
         if self.metrics:
             lr = float(self.optimizer.param_groups[0]["lr"])
-            self.metrics.write(self.step, self.epoch, loss=loss, lr=lr, samples_per_s=round(self.samples_per_s, 1))
+            self.metrics.write(self.step, self.epoch, loss=mean, lr=lr, samples_per_s=round(self.samples_per_s, 1))
 
     @property
     def samples_per_s(self) -> float:
         """Samples of all ranks over the time spent in training steps, earlier attempts included."""
-        return self.step * self.config.batch_size / max(self.train_s, 1e-9)
+        return self.step * self.config.batch_size / max(self.clock.seconds, 1e-9)
 
     def finish(self, validated: dict[str, float]) -> None:
         if self.record is None:
@@ -248,6 +251,23 @@ class Trainer:
     def close(self) -> None:
         if self.metrics:
             self.metrics.close()
+
+
+class Stopwatch:
+    """Seconds of training: runs from its making, stands still while paused."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._since = time.perf_counter() - seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
 
 def wrap(module: nn.Module, world: World) -> DistributedDataParallel:

@@ -1,7 +1,6 @@
 """Everything that can be found wrong before a process is started is found here."""
 
 import dataclasses
-import os
 
 from trainer import datasets, distributed, record
 from trainer.config import TrainConfig
@@ -14,9 +13,6 @@ def prepare(config: TrainConfig, topology: Topology) -> tuple[TrainConfig, Topol
 
     Raises UserError.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not open CUDA before the fork
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.threads)
     if topology.nproc_per_node is None:
         topology = dataclasses.replace(topology, nproc_per_node=distributed.count_devices(config) or 1)
     assert topology.nproc_per_node is not None

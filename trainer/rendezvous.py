@@ -5,12 +5,14 @@ not arrive, and nodes that run something else are one-line errors, not stack tra
 """
 
 import json
+import os
+import signal
 import socket
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainer import stop
@@ -28,6 +30,7 @@ class StaticRendezvous(RendezvousHandler):
         self._timeout_s = timeout_s
         self.hosts: dict[int, str] = {}
         self.store: TCPStore | None = None
+        self._server = 0
 
     def meet(self) -> TCPStore | None:
         """Open or reach the head's store and wait until every node has said hello. None if asked to stop meanwhile.
@@ -67,20 +70,31 @@ class StaticRendezvous(RendezvousHandler):
         return True
 
     def _listen(self) -> TCPStore:
-        port = self._topology.master_port
-        try:
-            return TCPStore(
-                "localhost" if not port else self._topology.master_addr,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._timeout_s),
-            )
-        except DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-                raise
+        """Serve the store from a process of its own: its threads would make forking the ranks unsafe.
+
+        (A rank forked while the server's thread looks up a peer's name inherits glibc's resolver lock, for good.)
+        """
+        reader, writer = os.pipe()
+        self._server = os.fork()
+        if not self._server:
+            _serve(self._topology, self._timeout_s, writer)
+        os.close(writer)
+        with os.fdopen(reader) as answer:
+            told = answer.read()
+        if not told.isdigit():
+            self.close()
+            if "EADDRINUSE" not in told and "in use" not in told:
+                raise RuntimeError(told)
             hint = "another PET_MASTER_PORT (--master-port of the launcher), or end the run that holds it"
-            raise UserError(f"Port {port} of the head node is in use.", hint) from None
+            raise UserError(f"Port {self._topology.master_port} of the head node is in use.", hint)
+        return TCPStore("127.0.0.1", int(told), is_master=False, timeout=timedelta(seconds=self._timeout_s))
+
+    def close(self) -> None:
+        """End the store's process, if it is ours."""
+        if self._server:
+            os.kill(self._server, signal.SIGKILL)
+            os.waitpid(self._server, 0)
+            self._server = 0
 
     def _reach(self) -> TCPStore | None:
         address, port = self._topology.master_addr, self._topology.master_port
@@ -131,3 +145,21 @@ class StaticRendezvous(RendezvousHandler):
                         f"has {theirs.get(name)}.",
                         "start all nodes from one image with one command",
                     )
+
+
+def _serve(topology: Topology, timeout_s: float, writer: int) -> NoReturn:
+    """Body of the store's process: listen, tell the port or the error, and stay until the agent ends."""
+    stop.die_with_parent()
+    for number in (*stop.STOP_SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        address = topology.master_addr if topology.master_port else "localhost"
+        wait = timedelta(seconds=timeout_s)
+        store = TCPStore(address, topology.master_port, is_master=True, wait_for_workers=False, timeout=wait)
+        answer = str(store.port)
+    except DistError as error:
+        answer = str(error)
+    with os.fdopen(writer, "w") as out:
+        out.write(answer)
+    while True:
+        signal.pause()

@@ -4,10 +4,13 @@ Signals are held (blocked, so they stay pending) until somebody is there to hand
 a late one cannot spoil a good exit code.
 """
 
+import ctypes
 import os
 import signal
+import sys
 from types import FrameType
 
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -24,6 +27,15 @@ def release() -> None:
 def waiting() -> bool:
     """True if a request came while they were held."""
     return not signal.sigpending().isdisjoint(STOP_SIGNALS)
+
+
+def die_with_parent() -> None:
+    """No orphans: this forked process ends when its agent is killed (Linux only)."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 class StopRequest:
