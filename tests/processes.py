@@ -21,6 +21,7 @@ class Node:
 
     pid: int
     log: Path
+    is_head: bool = True
     code: int | None = None
 
     def wait(self) -> int:
@@ -46,14 +47,15 @@ class Node:
     def ranks(self) -> list[int]:
         """Process numbers of the ranks, in the order of their local rank."""
         path = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        children = sorted(int(pid) for pid in path.read_text().split())
+        return children[1:] if self.is_head else children  # the head's first child serves the store
 
 
 def start(log: Path, env: dict[str, str], *arguments: str) -> Node:
     """Start `trainer train ARGUMENTS` with nothing but `env` in its environment."""
     pid = os.fork()
     if pid:
-        return Node(pid, log)
+        return Node(pid, log, is_head=env.get("PET_NODE_RANK", "0") == "0")
     with contextlib.suppress(BaseException):
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
