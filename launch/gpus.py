@@ -22,6 +22,11 @@ def share_out(available: tuple[str, ...], nodes: int, per_node: int | None) -> t
     Raises UserError if there are too few.
     """
     each = len(available) // nodes if per_node is None else per_node
+    if per_node is None and available and not each:
+        raise UserError(
+            f"{nodes} nodes cannot share out {len(available)} GPU(s): no GPU belongs to two nodes.",
+            f"--nodes {len(available)}, or --gpus-per-node 0 to compute on CPUs",
+        )
     if nodes * each > len(available):
         raise UserError(
             f"{nodes} nodes with {each} GPUs each, but this host has {len(available)}.",

@@ -12,7 +12,6 @@ SHARES = {
     "the odd one stays free": ("abc", 2, None, ("a", "b")),
     "fewer if asked": ("abcd", 2, 1, ("a", "b")),
     "none if asked": ("abcd", 2, 0, ("", "")),
-    "none if there are too few for all": ("a", 2, None, ("", "")),
     "none where there are none": ("", 3, None, ("", "", "")),
 }
 
@@ -59,3 +58,8 @@ def test_otherwise_the_driver_is_asked(listed, found, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus.shell, "output", lambda argv: listed)
     assert visible() == found
+
+
+def test_nodes_never_fall_back_to_the_cpu_because_gpus_are_few():
+    with pytest.raises(UserError, match=r"4 nodes cannot share out 2 GPU.* HINT: --nodes 2"):
+        share_out(("a", "b"), 4, None)
