@@ -57,6 +57,7 @@ def make_trainer(config: TrainConfig, world: World, workload: Workload) -> Segme
     if world.is_main:
         Path(config.runs_dir, str(config.run_id)).mkdir(parents=True)
     trainer.resume()
+    trainer.open_record(data)
     return trainer
 
 
