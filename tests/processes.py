@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer import cli
 
 LIMIT_S = 90
+_STARTED: list["Node"] = []
 
 
 @dataclasses.dataclass
@@ -55,7 +56,8 @@ def start(log: Path, env: dict[str, str], *arguments: str) -> Node:
     """Start `trainer train ARGUMENTS` with nothing but `env` in its environment."""
     pid = os.fork()
     if pid:
-        return Node(pid, log, is_head=env.get("PET_NODE_RANK", "0") == "0")
+        _STARTED.append(Node(pid, log, is_head=env.get("PET_NODE_RANK", "0") == "0"))
+        return _STARTED[-1]
     with contextlib.suppress(BaseException):
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, 1)
@@ -69,6 +71,15 @@ def start(log: Path, env: dict[str, str], *arguments: str) -> Node:
         sys.stdout.flush()
         os._exit(code)
     os._exit(99)
+
+
+def end_all() -> None:
+    """Kill the nodes that a failing test left running."""
+    while _STARTED:
+        node = _STARTED.pop()
+        if node.code is None and os.waitpid(node.pid, os.WNOHANG) == (0, 0):
+            os.kill(node.pid, signal.SIGKILL)
+            os.waitpid(node.pid, 0)
 
 
 def start_run(folder: Path, name: str, layout: str, *arguments: str, **env: str) -> list[Node]:

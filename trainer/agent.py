@@ -4,6 +4,7 @@ Ranks are forked after torch is imported, so that torch is loaded once a node in
 because the agent never computes, never opens CUDA, and has no second thread: the store is served by another process.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -99,15 +100,26 @@ class Agent(LocalElasticAgent):
                     return result
                 self._explain(result)
         except DistError:
-            self.failure = vanished(0, self._topology.master_addr)
+            self._head_is_gone()
         if self.failure:
             self._signal_ranks(signal.SIGKILL)
         ended = self.failure or self.preempted
         return RunResult(state=WorkerState.FAILED if ended else WorkerState.HEALTHY)
 
+    def _head_is_gone(self) -> None:
+        """Without the head's store nothing can be heard: a failure, unless all ranks here ended well before."""
+        codes = self._ended()
+        well = set(codes.values()) <= {contract.EXIT_DONE, contract.EXIT_PREEMPTED}
+        if well and len(codes) == self._topology.nproc_per_node:
+            self.preempted = contract.EXIT_PREEMPTED in codes.values()
+        elif not self.preempted:
+            self.failure = vanished(0, self._topology.master_addr)
+
     def _watch(self, ended: dict[int, int]) -> None:
         """Show that this node lives, tell of ranks that died without a word, hear what others told."""
         self._board.beat()
+        if self._topology.node_rank == 0:
+            self._board.watch_nodes()
         for local_rank, code in ended.items():
             self._report(local_rank, code)
         self._suspected = self._board.failed()
@@ -179,8 +191,6 @@ def _conclude(agent: Agent, board: Board, config: TrainConfig, topology: Topolog
         code = contract.EXIT_PREEMPTED
     if topology.node_rank == 0 and failure:
         record.close_failed(config, failure)
-    try:
-        board.leave()
-    except DistError:
-        assert failure is not None, "the head's store went away after a good end"
+    with contextlib.suppress(DistError):  # the head has left already: nobody waits for this node
+        board.leave(failure)
     return code

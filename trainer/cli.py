@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return contract.EXIT_BAD_REQUEST
+        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -111,8 +111,7 @@ def start(settings: config.TrainConfig, place: topology.Topology) -> int:
         return worker.run_alone(settings, place)
     from trainer import agent, environment
 
-    facts = {**environment.agreed_facts(), "config": settings.hash(), "nproc_per_node": place.nproc_per_node}
-    return agent.run_node(settings, place, facts)
+    return agent.run_node(settings, place, environment.agreed_facts(settings, place))
 
 
 def _prepare_libraries(threads: int) -> None:

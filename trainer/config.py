@@ -1,6 +1,7 @@
 """One frozen dataclass is the source of every flag, file key and environment name of `trainer train`.
 
 Layers, weakest first: default < config file < environment < flag. Each field's help stands beside it.
+OMP_NUM_THREADS, which torchrun, clusters and our launchers set unasked, counts as a default.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+NODE_SETTINGS = ("data_dir", "download", "run_id", "runs_dir")  # a node may have its own
 DATASETS = ("digits", "drawn-digits", "mnist", "fashion-mnist")
 WORKLOADS = ("mnist",)
 
@@ -33,7 +35,6 @@ def option(
     help: str,
     *,
     choices: tuple[str, ...] = (),
-    env: str = "",
     minimum: float | None = None,
     shapes_result: bool = False,
 ) -> Any:
@@ -41,7 +42,6 @@ def option(
     metadata = {
         "help": help,
         "choices": choices,
-        "env": env,
         "minimum": minimum,
         "shapes_result": shapes_result,
     }
@@ -79,7 +79,6 @@ class TrainConfig:
     threads: int = option(
         1,
         "CPU threads of each process; other values give other bits",
-        env="OMP_NUM_THREADS",
         minimum=1,
         shapes_result=True,
     )
@@ -132,7 +131,7 @@ def flag(name: str) -> str:
 
 def variable(field: "dataclasses.Field[Any]") -> str:
     """The environment name of a field."""
-    return field.metadata["env"] or "TRAINER_" + field.name.upper()
+    return "TRAINER_" + field.name.upper()
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None = None) -> Resolved:
@@ -140,8 +139,10 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str], file: str | No
 
     Raises UserError for an unknown name or a value of the wrong type or range, naming the layer.
     """
+    ambient = environ.get("OMP_NUM_THREADS")
     layers = {
         "default": {name: field.default for name, field in fields().items()},
+        "OMP_NUM_THREADS": {"threads": parse("threads", ambient, "OMP_NUM_THREADS")} if ambient else {},
         f"file {file}": read_file(file) if file else {},
         "environment": read_environment(environ),
         "flag": {name: parse(name, value, flag(name)) for name, value in flags.items()},

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import signal
 import socket
 import struct
 import sys
@@ -111,28 +112,44 @@ def join_world(config: TrainConfig, topology: Topology, store: dist.Store) -> It
 
 
 def count_devices(config: TrainConfig) -> int:
-    """GPUs of this node that the configuration allows; CUDA is not opened."""
-    return 0 if config.device == "cpu" else torch.cuda.device_count()
+    """GPUs of this node that the configuration allows.
+
+    A child counts, because without NVML counting opens CUDA, and a process that did cannot fork ranks.
+    """
+    if config.device == "cpu" or not torch.backends.cuda.is_built():
+        return 0
+    child = os.fork()
+    if not child:
+        os._exit(torch.cuda.device_count())
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        raise UserError(f"Counting the GPUs of this node crashed ({signal.Signals(-code).name}).", "--device cpu")
+    return code
 
 
-def check_devices(config: TrainConfig, nproc_per_node: int) -> None:
-    """Raises UserError if this node has GPUs, or is asked for them, but has fewer than processes."""
-    count = count_devices(config)
+def check_devices(config: TrainConfig, topology: Topology) -> None:
+    """Raises UserError if this node has GPUs, or is asked for them, but has fewer than processes.
+
+    A scheduler that starts the ranks itself may show each its own GPU alone (srun --gpus-per-task).
+    """
+    count, nproc = count_devices(config), topology.nproc_per_node or 1
     if config.device == "cuda" and count == 0:
         raise UserError("--device cuda but this node has no GPU that torch can use.", "--device cpu")
-    if count and nproc_per_node > count:
+    if count and nproc > count and not (topology.rank is not None and count == 1):
         raise UserError(
-            f"{nproc_per_node} processes on a node with {count} GPU(s): two processes never share one.",
+            f"{nproc} processes on a node with {count} GPU(s): two processes never share one.",
             f"--nproc-per-node {count}, or --device cpu",
         )
 
 
 def pick_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """The CPU, or this rank's own GPU."""
-    if count_devices(config) == 0:
+    """The CPU, or this rank's own GPU, which may be the only one it sees."""
+    count = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if count == 0:
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank if count > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _name_gloo_interface(topology: Topology) -> None:

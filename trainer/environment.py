@@ -1,5 +1,6 @@
 """Facts about the place a run happened in, for its record."""
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer import __version__, contract
-from trainer.config import TrainConfig
+from trainer import __version__, contract, distributed
+from trainer.config import NODE_SETTINGS, TrainConfig, flag
+from trainer.topology import Topology
 
 
 def describe(config: TrainConfig) -> dict[str, Any]:
@@ -32,8 +34,10 @@ def describe(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def gpus() -> list[str]:
-    """Names of this node's GPUs. Opens CUDA, so a rank may ask, an agent that forks may not."""
+def gpus(device: torch.device) -> list[str]:
+    """Names of the head node's GPUs if the run uses them. Opens CUDA: a rank may ask, an agent that forks may not."""
+    if device.type != "cuda":
+        return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
@@ -52,9 +56,13 @@ def git() -> dict[str, Any]:
     return {"revision": revision, "dirty": bool(_git("status", "--porcelain")) if revision else None}
 
 
-def agreed_facts() -> dict[str, Any]:
-    """What must be the same on every node of a run."""
+def agreed_facts(config: TrainConfig, topology: Topology) -> dict[str, Any]:
+    """What must be the same on every node of a run: versions, kind of device, and all settings but its own folders."""
+    settings = {flag(name): value for name, value in dataclasses.asdict(config).items() if name not in NODE_SETTINGS}
     return {
+        **settings,
+        "processes a node": topology.nproc_per_node,
+        "device": "cuda" if distributed.count_devices(config) else "cpu",
         "trainer": __version__,
         "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),

@@ -3,12 +3,23 @@
 import difflib
 from collections.abc import Iterable
 
+from trainer import contract
+
 
 class UserError(ValueError):
     """A request that cannot be served: printed as one line with its hint, exit code 2, never retried."""
 
+    exit_code = contract.EXIT_BAD_REQUEST
+
     def __init__(self, message: str, hint: str) -> None:
+        self.message, self.hint = message, hint
         super().__init__(f"{message} HINT: {hint}")
+
+
+class Unavailable(UserError):
+    """Something outside the request is missing and may come back: one line too, but worth another attempt."""
+
+    exit_code = contract.EXIT_FAILED
 
 
 def unknown_name(kind: str, given: str, valid: Iterable[str], flag: str) -> UserError:

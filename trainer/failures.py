@@ -19,6 +19,8 @@ from trainer.errors import UserError
 
 SETTLE_S = 3.0  # how long an echo waits for its cause
 BEAT_S = 0.5
+VANISHED_S = 30.0  # a node whose heart has stood still for so long is gone
+LEAVE_S = 20.0
 
 _ECHOES = (
     "closed by peer",
@@ -31,6 +33,8 @@ _ECHOES = (
     "failed to recv",
     "failed to send",
     "socket closed",
+    "communicator was aborted",
+    "remote error",
 )
 
 
@@ -44,10 +48,11 @@ class Failure:
     host: str = dataclasses.field(default_factory=socket.gethostname)
     trace: str = ""
     exit_code: int = contract.EXIT_FAILED
+    plain: bool = False  # a UserError: its message says it all
 
     def text(self) -> str:
         """The lines to print last: the traceback if there is one, then one line that names the place."""
-        if self.exit_code == contract.EXIT_BAD_REQUEST:
+        if self.plain:
             return f"error: {self.message}"
         who = f"node {self.node_rank}" if self.rank is None else f"rank {self.rank} (node {self.node_rank})"
         return f"{self.trace}first failure: {who} on {self.host}: {self.message}"
@@ -56,7 +61,7 @@ class Failure:
 def of_exception(error: BaseException, rank: int, node_rank: int) -> Failure:
     """The failure that an exception in a rank stands for; a UserError keeps its one line."""
     if isinstance(error, UserError):
-        return Failure(rank=rank, node_rank=node_rank, message=str(error), exit_code=contract.EXIT_BAD_REQUEST)
+        return Failure(rank=rank, node_rank=node_rank, message=str(error), exit_code=error.exit_code, plain=True)
     trace = "".join(traceback.format_exception(error))
     return Failure(rank=rank, node_rank=node_rank, message=f"{type(error).__name__}: {error}", trace=trace)
 
@@ -92,6 +97,8 @@ class Board:
         self._hosts = hosts or {}
         self._beaten_at = self._echo_at = 0.0
         self._beats_at_echo: list[int] | None = None
+        self._watched_at = 0.0
+        self._seen: dict[int, tuple[int, float]] = {}
 
     def report(self, failure: Failure, *, echo: bool = False) -> None:
         """Tell every node; only the first report of each kind is kept."""
@@ -102,6 +109,19 @@ class Board:
         if time.monotonic() - self._beaten_at >= BEAT_S:
             self._store.add(f"beat/{self._node_rank}", 1)
             self._beaten_at = time.monotonic()
+
+    def watch_nodes(self) -> None:
+        """The head's part: report a node whose heart has stopped, even if nobody has missed it yet."""
+        now = time.monotonic()
+        if now - self._watched_at < BEAT_S:
+            return
+        self._watched_at = now
+        for node, beats in enumerate(self._beats()):
+            before, since = self._seen.get(node, (-1, now))
+            if beats != before:
+                self._seen[node] = (beats, now)
+            elif beats and now - since > VANISHED_S:
+                self.report(vanished(node, self._hosts.get(node, "unknown host")))
 
     def failed(self) -> bool:
         """True once anything was reported."""
@@ -123,11 +143,11 @@ class Board:
                 return self._read("cause")
         return self._read("echo")
 
-    def leave(self) -> None:
-        """Hold the head, whose store all others read, until every node has read the cause (2 s at most)."""
+    def leave(self, failure: Failure | None) -> None:
+        """Hold the head, whose store all others read, until every node that still lives has read how it ended."""
         self._store.set(f"left/{self._node_rank}", "1")
         if self._node_rank == 0:
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + (SETTLE_S if failure else LEAVE_S)
             keys = [f"left/{node}" for node in range(self._nnodes)]
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(0.05)

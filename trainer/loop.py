@@ -38,9 +38,13 @@ def train(config: TrainConfig, world: World, stop: StopRequest) -> int:
     try:
         trainer.resume()
         trainer.open_record(data)
-        return trainer.run(stop)
-    finally:
-        trainer.close()
+        code = trainer.run(stop)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk again must not hide the first failure
+            trainer.close()
+        raise
+    trainer.close()
+    return code
 
 
 class Trainer:
@@ -67,7 +71,7 @@ class Trainer:
         )
         self.step = self.resumed_at = 0
         self.trained_s = 0.0
-        self.clock = Stopwatch()
+        self.clock = Stopwatch(world.device)
         self.record: record.Record | None = None
         self.metrics: record.Metrics | None = None
         self.rehearse()
@@ -77,7 +81,7 @@ class Trainer:
         agreement = Agreement(self.world)
         progress = Progress(self.total_steps, self.order.steps_per_epoch, None if self.world.is_main else "none")
         validated: dict[str, float] = {}
-        self.clock = Stopwatch(self.trained_s)
+        self.clock = Stopwatch(self.world.device, self.trained_s)
         while self.step < self.total_steps:
             loss = self.train_step()
             last = self.step == self.total_steps
@@ -174,7 +178,9 @@ class Trainer:
         if self.world.is_main:
             folder = record.run_folder(self.config)
             self.record, self.metrics = record.Record(folder), record.Metrics(folder, self.step)
-            self.record.change(data={"name": data.name, "sha256": data.sha256()}, gpus=environment.gpus())
+            self.record.change(
+                data={"name": data.name, "sha256": data.sha256()}, gpus=environment.gpus(self.world.device)
+            )
 
     def resume(self) -> None:
         """Load the newest valid checkpoint, which rank 0 reads and hands to all, if --resume auto asks for it."""
@@ -203,7 +209,7 @@ class Trainer:
                     f"The checkpoint was made with {flag(name)} {value}, now it is {now}.",
                     f"{flag(name)} {value}, or another --run-id",
                 )
-        if self.config.schedule != "constant" and state["total_steps"] != self.total_steps:
+        if self.config.schedule in ("cosine", "one-cycle") and state["total_steps"] != self.total_steps:
             raise UserError(
                 f"--schedule {self.config.schedule} was for {state['total_steps']} steps, now {self.total_steps}.",
                 "the same --epochs and --max-steps, or another --run-id",
@@ -256,7 +262,8 @@ class Trainer:
 class Stopwatch:
     """Seconds of training: runs from its making, stands still while paused."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, device: torch.device, seconds: float = 0.0) -> None:
+        self._device = device
         self._since = time.perf_counter() - seconds
 
     @property
@@ -265,6 +272,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # steps that are still on the way are training
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began

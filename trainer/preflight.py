@@ -16,7 +16,7 @@ def prepare(config: TrainConfig, topology: Topology) -> tuple[TrainConfig, Topol
     if topology.nproc_per_node is None:
         topology = dataclasses.replace(topology, nproc_per_node=distributed.count_devices(config) or 1)
     assert topology.nproc_per_node is not None
-    distributed.check_devices(config, topology.nproc_per_node)
+    distributed.check_devices(config, topology)
     if config.batch_size % topology.world_size:
         raise UserError(
             f"--batch-size {config.batch_size} (global) cannot be shared among {topology.world_size} ranks.",

@@ -125,9 +125,12 @@ class Metrics:
     def write(self, step: int, epoch: int, **values: float) -> None:
         """Append the named values of a step; `time_s` counts from the start of the run."""
         line = {"step": step, "epoch": epoch, "time_s": round(time.monotonic() - self._began, 3), **values}
-        self._file.write(json.dumps(line) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            raise UserError(f"Cannot write to {self._path}: {error.strerror}.", "free space for --runs-dir") from None
 
     def close(self) -> None:
         self._file.close()

@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainer import stop
-from trainer.errors import UserError
+from trainer import contract, stop
+from trainer.errors import Unavailable, UserError
 from trainer.topology import Topology
+
+DECISION_GRACE_S = 5.0  # for hearing the head's decision
 
 
 class StaticRendezvous(RendezvousHandler):
@@ -33,14 +35,23 @@ class StaticRendezvous(RendezvousHandler):
         self._server = 0
 
     def meet(self) -> TCPStore | None:
-        """Open or reach the head's store and wait until every node has said hello. None if asked to stop meanwhile.
+        """Open or reach the head's store and wait until every node has said hello. None if any was asked to stop.
 
-        Raises UserError naming the port in use, the unreachable head, the missing or the differing nodes.
+        Raises UserError on every node for a port in use and nodes that differ, Unavailable for a head or nodes that
+        did not come in time.
         """
         self.store = self._listen() if self._topology.node_rank == 0 else self._reach()
-        if self.store and self._say_hello(PrefixStore("hello", self.store)):
-            return self.store
-        return None
+        if self.store is None:
+            return None
+        try:
+            told = self._greet(PrefixStore("hello", self.store))
+        except DistError:
+            raise Unavailable("The head node went away while the nodes met.", "look at the log of node 0") from None
+        if told["error"]:
+            message, hint, code = told["error"]
+            raise (UserError if code == contract.EXIT_BAD_REQUEST else Unavailable)(message, hint)
+        self.hosts = {int(node): host for node, host in told["hosts"].items()}
+        return None if told["stop"] else self.store
 
     def next_rendezvous(self) -> RendezvousInfo:
         assert self.store is not None, "meet() comes first"
@@ -111,40 +122,72 @@ class StaticRendezvous(RendezvousHandler):
                 print(f"waiting for the head node {address}:{port}: {reason}", flush=True)
                 told = time.monotonic() + 10
             time.sleep(0.1)
-        raise UserError(
+        raise Unavailable(
             f"Node {self._topology.node_rank} could not reach the head node {address}:{port} within "
             f"{self._timeout_s:g} s: {reason}.",
             "check the address and that node 0 has started",
         )
 
-    def _say_hello(self, store: Store) -> bool:
-        nodes = range(self._topology.nnodes)
-        hello = {"host": socket.gethostname(), "facts": self._facts}
-        store.set(str(self._topology.node_rank), json.dumps(hello))
-        while missing := [node for node in nodes if not store.check([str(node)])]:
+    def _greet(self, store: Store) -> dict[str, Any]:
+        """Say hello, then hear what the head (or a node that was asked to stop) decided for all."""
+        own = str(self._topology.node_rank)
+        store.set(own, json.dumps({"host": socket.gethostname(), "facts": self._facts}))
+        while not store.check(["decision"]):
             if stop.waiting():
-                return False
-            if time.monotonic() > self._deadline:
-                names = ", ".join(map(str, missing))
-                raise UserError(
-                    f"Of {len(nodes)} nodes, these did not arrive within {self._timeout_s:g} s: {names}.",
-                    "look at their logs, or allow more with --rendezvous-timeout-s",
-                )
+                _decide(store, stop=True)
+            elif self._topology.node_rank == 0:
+                self._look(store)
+            elif time.monotonic() > self._deadline + DECISION_GRACE_S:
+                raise Unavailable("The head node does not answer.", "look at the log of node 0")
             time.sleep(0.05)
-        greetings = {node: json.loads(store.get(str(node))) for node in nodes}
-        self.hosts = {node: greeting["host"] for node, greeting in greetings.items()}
-        self._compare({node: greeting["facts"] for node, greeting in greetings.items()})
-        return True
+        told: dict[str, Any] = json.loads(store.get("decision"))
+        store.set(f"heard/{own}", "1")
+        if self._topology.node_rank == 0 and not told["hosts"]:
+            self._linger(store)
+        return told
 
-    def _compare(self, facts: dict[int, dict[str, Any]]) -> None:
-        for node, theirs in facts.items():
-            for name, value in facts[0].items():
-                if theirs.get(name) != value:
-                    raise UserError(
-                        f"Nodes differ in {name}: node 0 has {value}, node {node} ({self.hosts[node]}) "
-                        f"has {theirs.get(name)}.",
-                        "start all nodes from one image with one command",
-                    )
+    def _look(self, store: Store) -> None:
+        """The head's part: decide once every node is there, or once the time is over."""
+        nodes = range(self._topology.nnodes)
+        missing = [node for node in nodes if not store.check([str(node)])]
+        if not missing:
+            greetings = {node: json.loads(store.get(str(node))) for node in nodes}
+            hosts = {node: greeting["host"] for node, greeting in greetings.items()}
+            difference = _difference({node: greeting["facts"] for node, greeting in greetings.items()}, hosts)
+            _decide(store, error=difference) if difference else _decide(store, hosts=hosts)
+        elif time.monotonic() > self._deadline:
+            names = ", ".join(map(str, missing))
+            message = f"Of {len(nodes)} nodes, these did not arrive within {self._timeout_s:g} s: {names}."
+            hint = "look at their logs, or allow more with --rendezvous-timeout-s"
+            _decide(store, error=Unavailable(message, hint))
+
+    def _linger(self, store: Store) -> None:
+        """Keep the store until all nodes that came have heard why there will be no run."""
+        deadline = time.monotonic() + DECISION_GRACE_S
+        came = [node for node in range(self._topology.nnodes) if store.check([str(node)])]
+        while not store.check([f"heard/{node}" for node in came]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _decide(
+    store: Store, *, hosts: dict[int, str] | None = None, error: UserError | None = None, stop: bool = False
+) -> None:
+    """Write what happens next, for all nodes; only the first decision counts."""
+    told = {"hosts": hosts or {}, "stop": stop, "error": error and (error.message, error.hint, error.exit_code)}
+    store.compare_set("decision", "", json.dumps(told))
+
+
+def _difference(facts: dict[int, dict[str, Any]], hosts: dict[int, str]) -> UserError | None:
+    """The first fact that is not the same on all nodes, as an error."""
+    for node, theirs in facts.items():
+        for name in sorted(facts[0].keys() | theirs.keys()):
+            if theirs.get(name) != facts[0].get(name):
+                return UserError(
+                    f"Nodes differ in {name}: node 0 ({hosts[0]}) has {facts[0].get(name)}, "
+                    f"node {node} ({hosts[node]}) has {theirs.get(name)}.",
+                    "start all nodes from one image with one command",
+                )
+    return None
 
 
 def _serve(topology: Topology, timeout_s: float, writer: int) -> NoReturn:
@@ -157,8 +200,8 @@ def _serve(topology: Topology, timeout_s: float, writer: int) -> NoReturn:
         wait = timedelta(seconds=timeout_s)
         store = TCPStore(address, topology.master_port, is_master=True, wait_for_workers=False, timeout=wait)
         answer = str(store.port)
-    except DistError as error:
-        answer = str(error)
+    except BaseException as error:  # noqa: BLE001 this process must never run on in its parent's code
+        answer = str(error) or type(error).__name__
     with os.fdopen(writer, "w") as out:
         out.write(answer)
     while True:

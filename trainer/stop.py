@@ -39,17 +39,18 @@ def die_with_parent() -> None:
 
 
 class StopRequest:
-    """What the training loop looks at between two steps: true after SIGTERM or SIGUSR1.
+    """What the training loop looks at between two steps: true after SIGTERM or SIGUSR1, and after Ctrl-C.
 
-    Ctrl-C reaches the ranks through their agent, so they ignore it.
+    With `agent`, Ctrl-C reaches the ranks through their agent, so they ignore it themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, agent: bool) -> None:
         self.requested = False
         self._pid = os.getpid()
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, signal.SIGINT):
             signal.signal(number, self._request)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if agent:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         release()
 
     def _request(self, number: int, frame: FrameType | None) -> None:

@@ -91,14 +91,18 @@ def _read_pet(env: Env, nproc: int | None) -> Topology:
     for other in ("JOB_COMPLETION_INDEX", "RANK"):
         if other in env and integer(env, other) != node_rank:
             raise contradiction(env, "PET_NODE_RANK", other, "both are this node's index")
-    single = nnodes == 1 and "PET_MASTER_PORT" not in env
+    world = integer(env, "WORLD_SIZE", default=nnodes)
+    if world not in (nnodes, nnodes * (given or nproc or 1)):
+        raise contradiction(env, "PET_NNODES", "WORLD_SIZE", "the latter counts nodes or ranks of the same run")
+    port = "MASTER_PORT" if "PET_MASTER_ADDR" not in env and "MASTER_ADDR" in env else "PET_MASTER_PORT"
+    single = nnodes == 1 and port not in env
     return Topology(
         source="PET",
         nnodes=nnodes,
         node_rank=node_rank,
-        nproc_per_node=given if given is not None else (None if env.get("PET_NPROC_PER_NODE") else nproc or 1),
+        nproc_per_node=given or nproc or (None if "PET_NPROC_PER_NODE" in env else 1),
         master_addr=head(env, "PET_MASTER_ADDR", "MASTER_ADDR", nnodes=nnodes),
-        master_port=0 if single else integer(env, "PET_MASTER_PORT", default=contract.DEFAULT_PORT),
+        master_port=0 if single else integer(env, port, default=contract.DEFAULT_PORT),
         shared_host=env.get("TRAINER_SHARED_HOST") == "1",
     )
 

@@ -8,11 +8,12 @@ import sys
 from datetime import timedelta
 
 import torch
-from torch.distributed import DistError, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from trainer import loop, output, record, stop
 from trainer.config import TrainConfig
 from trainer.distributed import join_world
+from trainer.errors import Unavailable, UserError
 from trainer.failures import Board, is_echo, of_exception
 from trainer.topology import Topology
 
@@ -42,14 +43,19 @@ def run_alone(config: TrainConfig, topology: Topology) -> int:
     """A rank that a scheduler started itself (srun, mpirun, torchrun): no agent of ours watches over it."""
     if topology.rank == 0:
         record.Record(record.run_folder(config)).start(config, topology)
-    return run_rank(config, topology, _open_store(topology, config), None)
+    try:
+        store = _open_store(topology, config)
+    except UserError as error:
+        return _fail(error, config, topology, None)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's agent keeps its store over restarts
+    return run_rank(config, topology, PrefixStore(f"attempt/{attempt}", store), None)
 
 
 def run_rank(config: TrainConfig, topology: Topology, store: Store, board: Board | None) -> int:
     """Train as one rank and return the exit code. A failure is told before this rank's connections close."""
     configure_torch(config)
     _keep_memory()
-    request = stop.StopRequest()
+    request = stop.StopRequest(agent=board is not None)
     try:
         with join_world(config, topology, store) as world:
             try:
@@ -69,21 +75,33 @@ def _fail(error: BaseException, config: TrainConfig, topology: Topology, board: 
         with contextlib.suppress(DistError):  # the head's store is gone: the agent tells
             board.report(failure, echo=is_echo(error))
         return failure.exit_code
-    print(failure.text(), file=sys.stderr, flush=True)
+    echo = f"rank {topology.rank} on {failure.host} ended because a peer was gone: {failure.message}"
+    print(echo if is_echo(error) else failure.text(), file=sys.stderr, flush=True)
     if topology.rank == 0:
         record.close_failed(config, failure)
     return failure.exit_code
 
 
 def _open_store(topology: Topology, config: TrainConfig) -> Store:
+    """Raises UserError if the head's port is in use, Unavailable if the head cannot be reached."""
     serve = topology.rank == 0 and not topology.agent_store
-    return TCPStore(
-        topology.master_addr,
-        topology.master_port,
-        is_master=serve,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=config.rendezvous_timeout_s),
-    )
+    place = f"{topology.master_addr}:{topology.master_port}"
+    try:
+        return TCPStore(
+            topology.master_addr,
+            topology.master_port,
+            is_master=serve,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=config.rendezvous_timeout_s),
+        )
+    except DistError as error:
+        if serve:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"Cannot listen on {place}: {reason}", "another MASTER_PORT") from None
+        raise Unavailable(
+            f"Rank {topology.rank} could not reach the head {place} within {config.rendezvous_timeout_s} s.",
+            "check MASTER_ADDR and that rank 0 has started",
+        ) from None
 
 
 def _keep_memory() -> None:

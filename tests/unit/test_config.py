@@ -65,6 +65,12 @@ def test_threads_come_from_the_name_that_torch_reads_too():
     assert resolve({"threads": "2"}, {"OMP_NUM_THREADS": "3"}).config.threads == 2
 
 
+def test_a_file_wins_over_the_threads_that_launchers_set_unasked(toml):
+    path = toml("threads = 4")
+    assert resolve({}, {"OMP_NUM_THREADS": "1"}, path).config.threads == 4
+    assert resolve({}, {"OMP_NUM_THREADS": "1", "TRAINER_THREADS": "5"}, path).config.threads == 5
+
+
 def test_names_of_launchers_and_strangers_pass_through():
     others = {"TRAINER_RUNTIME": "docker", "TRAINER_LOG_PREFIX": "1", "PET_NNODES": "2", "HOME": "/", "EPOCHS": "9"}
     assert resolve({}, others).config == PLAIN
@@ -74,7 +80,6 @@ UNKNOWN = {
     "a key of the file": ("epoch = 3", {}, {}, "epochs"),
     "a table in the file": ("[optimizer_options]\nlr = 1", {}, {}, "optimizer"),
     "an environment name": ("", {"TRAINER_EPOCH": "3"}, {}, "TRAINER_EPOCHS"),
-    "the flag's name for threads as a variable": ("", {"TRAINER_THREADS": "3"}, {}, "OMP_NUM_THREADS"),
     "a choice on the command line": ("", {}, {"dataset": "minst"}, "mnist"),
     "a choice in the environment": ("", {"TRAINER_WORKLOAD": "resnet"}, {}, "mnist"),
     "a choice in the file": ('schedule = "onecycle"', {}, {}, "one-cycle"),

@@ -152,5 +152,5 @@ def test_a_download_that_fails_is_a_user_error(tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.MNIST, "download", offline)
     config = TrainConfig(dataset="mnist", data_dir=str(tmp_path), download=True)
     check(config)
-    with pytest.raises(UserError, match=r"Could not download mnist: .* HINT: "):
+    with pytest.raises(UserError, match=r"Could not download mnist to .*: .* HINT: "):
         load(config)

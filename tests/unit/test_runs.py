@@ -5,18 +5,25 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # what the agent would import; here once for all tests
 
-from tests.processes import Node, free_port, node_of, reached, record, run, start, start_run, until, weights
+from tests.processes import Node, end_all, free_port, node_of, reached, record, run, start, start_run, until, weights
 from trainer import checkpoint
 
 torch.set_num_threads(1)
 SHORT = ("--max-steps", "45", "--checkpoint-every", "20")
 LONG = ("--epochs", "5000", "--batch-size", "60", "--keep-checkpoints", "1")
+
+
+@pytest.fixture(autouse=True)
+def nodes_end() -> Iterator[None]:
+    yield
+    end_all()
 
 
 def ends_within(nodes: list[Node], seconds: float) -> list[int]:
@@ -185,28 +192,45 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert "of the head node is in use" in nodes[0].text()
 
 
-def test_nodes_that_never_arrive_are_named(tmp_path: Path) -> None:
-    env = node_of(3, 0, tmp_path)
-    node = start(tmp_path / "log", env, "--rendezvous-timeout-s", "1", "--batch-size", "60")
-    assert node.wait() == 2
-    assert "these did not arrive within 1 s: 1, 2." in node.text()
+def test_nodes_that_never_arrive_are_named_on_every_node_that_came(tmp_path: Path) -> None:
+    env = node_of(4, 0, tmp_path)
+    limit = ("--rendezvous-timeout-s", "2")
+    nodes = [start(tmp_path / f"log{rank}", {**env, "PET_NODE_RANK": str(rank)}, *limit) for rank in (0, 1)]
+    assert [node.wait() for node in nodes] == [1, 1]
+    for node in nodes:
+        assert "these did not arrive within 2 s: 2, 3." in node.text()
+        assert "Traceback" not in node.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_head_that_is_stopped_or_killed_takes_the_waiting_nodes_along(tmp_path: Path, number: int) -> None:
+    env = node_of(4, 0, tmp_path)
+    nodes = [start(tmp_path / f"log{rank}", {**env, "PET_NODE_RANK": str(rank)}) for rank in (0, 1)]
+    time.sleep(1)
+    nodes[0].signal(number)
+    assert [node.wait() for node in nodes] == ([75, 75] if number == signal.SIGTERM else [-9, 1])
+    assert ("head node went away" in nodes[1].text()) == (number == signal.SIGKILL)
+    assert "Traceback" not in nodes[1].text()
 
 
 def test_a_head_that_never_answers_is_named(tmp_path: Path) -> None:
     env = node_of(2, 1, tmp_path)
     node = start(tmp_path / "log", env, "--rendezvous-timeout-s", "1")
-    assert node.wait() == 2
+    assert node.wait() == 1
     assert "could not reach the head node" in node.text()
     assert "refused" in node.text()
 
 
-def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["--seed", "--epochs", "--log-every"])
+def test_nodes_with_different_commands_are_refused(tmp_path: Path, name: str) -> None:
     env = node_of(2, 0, tmp_path) | {"TRAINER_RUN_ID": "run"}
     nodes = [
-        start(tmp_path / f"log{rank}", {**env, "PET_NODE_RANK": str(rank)}, "--seed", str(rank)) for rank in (0, 1)
+        start(tmp_path / f"log{rank}", {**env, "PET_NODE_RANK": str(rank)}, name, str(rank + 1)) for rank in (0, 1)
     ]
     assert [node.wait() for node in nodes] == [2, 2]
-    assert "Nodes differ in config" in nodes[0].text()
+    for node in nodes:
+        assert f"Nodes differ in {name}: node 0 (" in node.text()
+        assert "Traceback" not in node.text()
 
 
 def test_a_request_to_stop_before_the_ranks_exist_is_not_lost(tmp_path: Path) -> None:

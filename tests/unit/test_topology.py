@@ -119,6 +119,16 @@ def test_words_of_torchrun_leave_the_count_to_the_node(word):
     assert resolve({**PET, "PET_NPROC_PER_NODE": word}).nproc_per_node is None
 
 
+def test_a_flag_decides_where_the_environment_leaves_the_count_open():
+    assert resolve({**PET, "PET_NPROC_PER_NODE": "auto"}, 3).nproc_per_node == 3
+
+
+def test_the_head_s_port_comes_with_its_address():
+    env = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "4000"}
+    assert resolve(env).master_port == 4000
+    assert resolve({**env, "PET_MASTER_ADDR": "head"}).master_port == 29500
+
+
 def test_all_tasks_of_a_slurm_job_derive_the_same_port_below_the_ephemeral_range():
     assert resolve(SRUN).master_port == resolve({**SRUN, "SLURM_PROCID": "7", "SLURM_LOCALID": "3"}).master_port
     assert port_for("77") != port_for("78")
@@ -158,6 +168,7 @@ REFUSED = {
     "no process in torchrun's words": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, None, "HINT"),
     "no process in MPI's words": ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, None, "HINT"),
     "no node in Slurm's words": ({**SRUN, "SLURM_STEP_NUM_NODES": "0"}, None, "HINT"),
+    "a world that is neither nodes nor ranks": ({**PET, "WORLD_SIZE": "5"}, None, "WORLD_SIZE"),
     "several nodes and no index": ({"PET_NNODES": "2", "PET_MASTER_ADDR": "head"}, None, "PET_NODE_RANK"),
     "several nodes and no head": ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, None, "PET_MASTER_ADDR"),
     "several MPI hosts and no head": ({**MPI, "MASTER_ADDR": ""}, None, "MASTER_ADDR"),

@@ -151,9 +151,7 @@ def _idx(config: TrainConfig) -> Dataset:
     make: Callable[..., torchvision.datasets.MNIST] = getattr(torchvision.datasets, source.torchvision_class)
     root = Path(config.data_dir, source.root)
     if config.download:
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{config.dataset}.lock"):
-            _download(make, root, config.dataset)
+        _download(make, root, config.dataset)
     check(dataclasses.replace(config, download=False))
     scale, shift = 1 / (255 * source.std), -source.mean / source.std
     train, test = make(root, train=True), make(root, train=False)
@@ -164,8 +162,10 @@ def _idx(config: TrainConfig) -> Dataset:
 
 def _download(make: Callable[..., object], root: Path, name: str) -> None:
     try:
-        make(root, download=True)
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{name}.lock"):
+            make(root, download=True)
     except (RuntimeError, OSError) as error:
         raise UserError(
-            f"Could not download {name}: {error}.", "copy its idx files into --data-dir on a machine without network"
+            f"Could not download {name} to {root}: {error}.", "copy its idx files into --data-dir, without --download"
         ) from None
