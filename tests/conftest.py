@@ -80,7 +80,8 @@ def no_process_group_stays() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest's and torch's own doing
+    return {name: value for name, value in os.environ.items() if name not in others}
 
 
 def _children() -> set[int]:

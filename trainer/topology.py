@@ -100,7 +100,7 @@ def _read_pet(env: Env, nproc: int | None) -> Topology:
         source="PET",
         nnodes=nnodes,
         node_rank=node_rank,
-        nproc_per_node=given or nproc or (None if "PET_NPROC_PER_NODE" in env else 1),
+        nproc_per_node=given if given is not None else nproc or (None if "PET_NPROC_PER_NODE" in env else 1),
         master_addr=head(env, "PET_MASTER_ADDR", "MASTER_ADDR", nnodes=nnodes),
         master_port=0 if single else integer(env, port, default=contract.DEFAULT_PORT),
         shared_host=env.get("TRAINER_SHARED_HOST") == "1",
