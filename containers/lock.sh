@@ -14,3 +14,8 @@ compile --constraint containers/host.lock --extra host --extra dev --output-file
     --no-emit-package numpy --no-emit-package filelock --no-emit-package packaging --no-emit-package protobuf \
     --no-emit-package tensorboardx --no-emit-package typing-extensions --no-emit-package tomli \
     --no-emit-package setuptools
+# What runs `invoke slurm-run` on a login node: the launcher alone, nothing of the trainer.
+compile --constraint containers/host.lock --extra host --output-file containers/launcher.lock \
+    --no-emit-package numpy --no-emit-package filelock --no-emit-package packaging --no-emit-package protobuf \
+    --no-emit-package tensorboardx --no-emit-package typing-extensions --no-emit-package tomli \
+    --no-emit-package setuptools
