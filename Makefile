@@ -8,8 +8,8 @@ else
 PY := .venv/bin/python
 READY := .venv/.ready
 endif
-GPUS := $(shell nvidia-smi -L 2>/dev/null | wc -l)
-NPROC ?= $(if $(filter 1,$(GPUS)),1,2)
+# Two processes, or one where there is a single GPU. Asked when it is needed, after the setup.
+NPROC ?= $(shell $(PY) -c 'from launch import gpus; print(min(2, len(gpus.visible())) or 2)' 2>/dev/null || echo 2)
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1 \2/p' $(MAKEFILE_LIST) | awk '{ name = $$1; $$1 = ""; printf "  make %-14s%s\n", name, $$0 }'
@@ -17,6 +17,8 @@ help:  ## list the targets
 setup: $(READY)  ## create .venv and install everything into it, once
 
 .venv/.ready: containers/host.lock pyproject.toml
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' 2>/dev/null || { echo >&2 \
+	    'error: $(PYTHON) is not a Python 3.10 or newer with venv. HINT: apt install python3-venv, or make setup PYTHON=...'; exit 1; }
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --disable-pip-version-check --quiet --require-hashes -r containers/host.lock
 	.venv/bin/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --no-index --editable .

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,16 +22,26 @@ NGC = "nvcr.io/nvidia/pytorch:26.08-py3"
 CPU_BASE_TAG = "intermodal-base:cpu"
 OS_IMAGE = "debian:bookworm-slim"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "FTP_PROXY", "ALL_PROXY")
+# Where packages are and how to get there. Other settings (target, user, require-virtualenv, cert…) are of this host.
+_PIP_PLACES = ("index-url", "extra-index-url", "find-links")
+_PIP_SETTINGS = (*_PIP_PLACES, "no-index", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
 _CERTIFICATES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _EPOCH = "315532800"  # 1980, the oldest time a zip file can hold: the wheel's bytes depend on its content alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What the image is built from: its name and its digest, or its ID where it was never in a registry."""
+    """What the image is built from. The digest is empty where it was never in a registry."""
 
     name: str
     digest: str
+    image_id: str
+    layers: tuple[str, ...]
+
+    @property
+    def record(self) -> str:
+        """What finds it again."""
+        return f"{self.name}@{self.digest}" if self.digest else f"{self.name} (image ID {self.image_id})"
 
 
 def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str:
@@ -42,29 +53,57 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
     _check_buildkit()
     _make_wheel()
     with _secrets() as secrets:
-        found = _find_base(client, base, os_image, secrets)
-        revision = shell.output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]) or ""
-        dirty = "1" if shell.output(["git", "-C", str(ROOT), "status", "--porcelain"]) else "0"
+        name = _provide_base(base, os_image, secrets)
+        found = describe_base(name, client.images.get(name).attrs)
+        revision, dirty = git_state()
         arguments = {
-            "BASE": found.name,
+            "BASE": name,
             "BASE_NAME": found.name,
             "BASE_DIGEST": found.digest,
+            "BASE_RECORD": found.record,
             "REVISION": revision,
             "DIRTY": dirty,
         }
         _docker_build("containers/Dockerfile", tag, arguments, secrets, target)
+    _check_base(client, tag, found)
     return engine.image_id(client, tag)
 
 
-def _find_base(client: Any, base: str, os_image: str, secrets: list[str]) -> Base:
+def _provide_base(base: str, os_image: str, secrets: list[str]) -> str:
+    """Build or fetch the base if it is not there, and return its name."""
     name = {"ngc": NGC, "cpu": CPU_BASE_TAG}.get(base, base)
     if base == "cpu":
         _docker_build("containers/cpu-base.Dockerfile", name, {"OS_IMAGE": os_image}, secrets)
     elif shell.output([docker(), "image", "inspect", name]) is None:
         shell.run([docker(), "pull", name])
-    found = client.images.get(name)
-    digests = found.attrs["RepoDigests"] or [found.id]
-    return Base(name, digests[0].rpartition("@")[2])
+    return name
+
+
+def describe_base(name: str, attrs: dict[str, Any]) -> Base:
+    """The base called `name`, from what Docker tells of its image."""
+    tagged = name.partition("@")[0]
+    repository = re.sub(r":[^/]*$", "", tagged)
+    digests = dict(digest.split("@") for digest in attrs["RepoDigests"] or [])
+    if digests and repository not in digests:  # it has this name on this host only
+        tagged = repository = next(iter(digests))
+    return Base(tagged, digests.get(repository, ""), attrs["Id"], tuple(attrs["RootFS"]["Layers"]))
+
+
+def _check_base(client: Any, tag: str, base: Base) -> None:
+    """Raises UserError if the image lies on something else than it says: a name is free to move during a build."""
+    layers = client.images.get(tag).attrs["RootFS"]["Layers"]
+    if tuple(layers[: len(base.layers)]) != base.layers:
+        client.images.remove(tag)
+        raise UserError(f"{base.name} became another image while {tag} was built.", "docker pull it, and build again")
+
+
+def git_state() -> tuple[str, str]:
+    """The checkout's commit, and "1" if files differ from it or else "0". Both are empty where git cannot tell."""
+    if not (ROOT / ".git").exists():
+        return "", ""
+    git = ["git", "-C", str(ROOT)]
+    changes = shell.output([*git, "status", "--porcelain"])
+    return shell.output([*git, "rev-parse", "HEAD"]) or "", "" if changes is None else str(int(bool(changes)))
 
 
 def _docker_build(file: str, tag: str, arguments: dict[str, str], secrets: list[str], target: str = "") -> None:
@@ -83,7 +122,7 @@ def _docker_build(file: str, tag: str, arguments: dict[str, str], secrets: list[
             *(f"--build-arg={name}={value}" for name, value in arguments.items()),
             str(ROOT),
         ],
-        env={**os.environ, "DOCKER_BUILDKIT": "1"},
+        env={**os.environ, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"},  # others keep images to themselves
     )
 
 
@@ -121,14 +160,20 @@ def _secrets() -> Iterator[list[str]]:
 
 
 def pip_settings(listing: str) -> str:
-    """What `pip config list` prints, as the text of a pip.conf. Certificates travel apart."""
-    settings: dict[str, str] = {}
+    """What `pip config list` prints, as the text of a pip.conf that a build can use. Certificates travel apart."""
+    settings: dict[str, list[str]] = {}
     for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):  # the environment wins
         key, _, value = line.partition("=")
         section, _, name = key.rpartition(".")
-        if section in ("global", ":env:", "install") and name not in ("cert", "client-cert", "no-input"):
-            settings[name] = str(ast.literal_eval(value)).replace("\n", "\n    ")
-    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in settings.items())]) + "\n"
+        if section in ("global", ":env:", "install") and name in _PIP_SETTINGS:
+            settings[name] = [word for word in str(ast.literal_eval(value)).split() if _crosses(name, word)]
+    lines = [f"{name} = " + "\n    ".join(words) for name, words in settings.items() if words]
+    return "\n".join(["[global]", *lines]) + "\n"
+
+
+def _crosses(name: str, word: str) -> bool:
+    """True unless the word is a folder of this host, which a build cannot see."""
+    return name not in _PIP_PLACES or word.startswith(("http://", "https://"))
 
 
 def docker() -> str:
