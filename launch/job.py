@@ -11,6 +11,9 @@ from trainer.errors import UserError
 
 Pairs = tuple[tuple[str, str], ...]
 
+# The launcher says these to the trainer; said behind its back, it would look for the run elsewhere.
+LAUNCHERS_OWN = {"run-id": "--name", "runs-dir": "--runs-dir", "data-dir": "--data-dir"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Mount:
@@ -122,10 +125,19 @@ class Job:
             raise UserError("Nothing to run.", "give the trainer's arguments after --, such as: -- --workload mnist")
         if any("\0" in word for word in self.command):
             raise UserError("An argument holds a zero byte.", "leave it out")
+        self._refuse_what_the_launcher_says()
         targets = ["/" + os.path.normpath(mount.target).lstrip("/") for mount in self.mount]
         for target in targets:
             if targets.count(target) > 1 or target in ("/", "/runs", "/data", "/tmp", "/dev/shm"):
                 raise UserError(f"--mount cannot put a folder at {target}.", "another DST; --runs-dir and --data-dir")
+
+    def _refuse_what_the_launcher_says(self) -> None:
+        variables = {key for key, _ in self.env}
+        for name, flag in LAUNCHERS_OWN.items():
+            if any(word == f"--{name}" or word.startswith(f"--{name}=") for word in self.command):
+                raise UserError(f"--{name} after the -- contradicts the launcher.", f"{flag} before the --")
+            if (variable := "TRAINER_" + name.upper().replace("-", "_")) in variables:
+                raise UserError(f"--env {variable} contradicts the launcher.", flag)
 
     @property
     def run_id(self) -> str:
@@ -161,7 +173,9 @@ def from_flags(runtime: str, given: Mapping[str, Any], layout: str | None, argum
     if layout is not None:
         values |= _layout(layout, given)
     for key in ("runs_dir", "data_dir"):
-        values[key] = os.path.abspath(os.path.expanduser(values.get(key, flags()[key].default)))
+        values[key] = _absolute(values.get(key, flags()[key].default))
+    mounts = (dataclasses.replace(mount, source=_absolute(mount.source)) for mount in values.get("mount", ()))
+    values["mount"] = tuple(mounts)
     return Job(command=trainer_command(tuple(arguments)), runtime=runtime, **values)
 
 
@@ -180,6 +194,10 @@ def _parse(key: str, text: Any) -> Any:
     except ValueError as error:
         flag = "--" + key.replace("_", "-")
         raise UserError(f"{flag} {text!r} is not {error}.", f"invoke --help shows what {flag} takes") from None
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _layout(text: str, given: Mapping[str, Any]) -> dict[str, int]:

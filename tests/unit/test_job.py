@@ -29,7 +29,7 @@ GOOD = {
     "nproc_per_node": ("4", 4),
     "image": ("registry:5000/team/intermodal:v1@sha256:00ff", "registry:5000/team/intermodal:v1@sha256:00ff"),
     "env": (["A=b=c", "EMPTY="], (("A", "b=c"), ("EMPTY", ""))),
-    "mount": (["/a:/b", "c d:/e:ro"], (Mount("/a", "/b"), Mount("c d", "/e", read_only=True))),
+    "mount": (["/a:/b", "/c d:/e:ro"], (Mount("/a", "/b"), Mount("/c d", "/e", read_only=True))),
     "cpus": ("1.5", 1.5),
     "memory_gb": ("2", 2.0),
     "gpus_per_node": ("0", 0),
@@ -117,14 +117,32 @@ def test_the_words_after_the_dashes_are_the_trainers(words, command):
 
 def test_a_zero_byte_is_refused():
     with pytest.raises(UserError, match=r"zero byte.* HINT: "):
-        given_flags(arguments=["--run-id", "a\0b"])
+        given_flags(arguments=["--config", "a\0b"])
 
 
 def test_folders_become_absolute_once(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
-    job = given_flags(data_dir="~/sets")
+    job = given_flags(data_dir="~/sets", mount=["here:/there", "~/mine:/mine"])
     assert (job.runs_dir, job.data_dir) == (str(tmp_path / "runs"), "/home/someone/sets")
+    assert [mount.source for mount in job.mount] == [f"{tmp_path}/here", "/home/someone/mine"]
+
+
+OWN = {"--run-id": "--name", "--runs-dir": "--runs-dir", "--data-dir": "--data-dir"}
+
+
+@pytest.mark.parametrize("flag", OWN)
+def test_what_the_launcher_says_itself_cannot_be_said_behind_its_back(flag):
+    for words in ([flag, "x"], [f"{flag}=x"], ["train", "--epochs", "1", flag, "x"]):
+        with pytest.raises(UserError, match=rf"^{flag} after the -- contradicts.* HINT: {OWN[flag]} before the --$"):
+            given_flags(arguments=words)
+    variable = "TRAINER_" + flag[2:].upper().replace("-", "_")
+    assert refused(env=[f"{variable}=x"]).endswith(f"HINT: {OWN[flag]}")
+
+
+def test_a_longer_flag_or_a_value_that_looks_like_the_launchers_is_the_trainers():
+    words = ("--run-idle", "1", "--config", "runs-dir")
+    assert given_flags(arguments=words).command == ("train", *words)
 
 
 @pytest.mark.parametrize("target", ["/", "/runs", "/data", "/tmp", "/dev/shm", "/runs/", "/data/../runs", "//"])
@@ -166,9 +184,9 @@ def test_any_value_of_a_variable_is_taken_as_it_stands(key, value):
 
 
 def test_a_hostile_value_survives_flags_and_json(hostile):
-    job = given_flags(env=[f"KEY={hostile}"], arguments=["--run-id", hostile])
+    job = given_flags(env=[f"KEY={hostile}"], arguments=["--config", hostile])
     assert Job.from_json(job.to_json()).env == (("KEY", hostile),)
-    assert Job.from_json(job.to_json()).command == ("train", "--run-id", hostile)
+    assert Job.from_json(job.to_json()).command == ("train", "--config", hostile)
 
 
 def test_a_job_never_changes():
