@@ -2,18 +2,31 @@
 
 import itertools
 import os
+import shutil
 
 from launch import shell
 from trainer.errors import UserError
 
 
 def visible() -> tuple[str, ...]:
-    """The GPUs of this host by UUID, or those that CUDA_VISIBLE_DEVICES leaves."""
+    """The GPUs of this host by UUID, or those that CUDA_VISIBLE_DEVICES leaves. Raises UserError if nobody knows."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         names = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
         return tuple(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # CUDA stops at an invalid one
-    listed = shell.output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]) or ""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = shell.output(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    if listed is None:
+        raise UserError(
+            "nvidia-smi is installed but fails, so the GPUs of this host are unknown.",
+            "--gpus-per-node 0 to compute on CPUs; `nvidia-smi` says what is wrong",
+        )
     return tuple(line.strip() for line in listed.splitlines() if line.strip())
+
+
+def shares(nodes: int, per_node: int | None) -> tuple[tuple[str, ...], ...]:
+    """The GPUs of each node on this host, which is not asked if nobody wants any. Raises UserError."""
+    return share_out(() if per_node == 0 else visible(), nodes, per_node)
 
 
 def share_out(available: tuple[str, ...], nodes: int, per_node: int | None) -> tuple[tuple[str, ...], ...]:

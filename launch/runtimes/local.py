@@ -1,5 +1,6 @@
 """Plain processes on this host: each node is an agent on loopback, in a session of its own."""
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -36,6 +37,7 @@ HOST_VARIABLES = (
     "SSL_CERT_FILE",
     "REQUESTS_CA_BUNDLE",
     "LD_LIBRARY_PATH",
+    "CUDA_DEVICE_ORDER",
 )
 HEAD = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -53,7 +55,7 @@ def prepare(job: Job) -> Job:
                 "leave out --mount, or invoke docker-run",
             )
     _cpus(job, 0)
-    shares = gpus.share_out(gpus.visible(), job.nodes, job.gpus_per_node)
+    shares = gpus.shares(job.nodes, job.gpus_per_node)
     job = dataclasses.replace(job, name=job.name or new_run_id(job.command), gpus=shares)
     gpus.check(job.processes, shares)
     return dataclasses.replace(job, master_port=_free_port(job))
@@ -98,6 +100,7 @@ class Process(Node):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 os.sched_setaffinity(0, cpus)
 
+        self._silent = False
         try:
             self._process = subprocess.Popen(
                 node.argv,
@@ -115,6 +118,7 @@ class Process(Node):
         assert self._process.stdout is not None
         while chunk := os.read(self._process.stdout.fileno(), 65536):
             yield chunk
+        self._silent = True
 
     def wait(self) -> int:
         code = self._process.wait()
@@ -128,7 +132,10 @@ class Process(Node):
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.kill()
+        """With what it started and left behind, which holds its output open."""
+        if self._process.poll() is None or not self._silent:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def remove(self) -> None:
         assert self._process.stdout is not None

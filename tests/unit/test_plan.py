@@ -56,7 +56,7 @@ def everything(folder):
     return {
         "nodes": 2,
         "nproc_per_node": 2,
-        "command": ("train", "--run-id", "it's $HOME"),
+        "command": ("train", "--config", "it's $HOME"),
         "env": (("GREETING", 'say "hello"'), ("NCCL_DEBUG", "INFO")),
         "mount": (Mount(f"{folder}/in put", "/mnt/in", read_only=True), Mount(f"{folder}/out", "/mnt/out")),
         "gpus": (("GPU-0", "GPU-1"), ("GPU-2", "GPU-3")),
@@ -121,6 +121,12 @@ def test_only_what_is_allowed_or_asked_for_crosses(runtime, host):
     assert (node.env["NCCL_DEBUG"], node.env["ASKED"]) == ("WARN", "for")
     ours = {name for name in node.env if name.startswith(("TRAINER_", "PET_"))}
     assert ours - contract.TABLE.keys() == {"TRAINER_RUN_ID", "TRAINER_RUNS_DIR", "TRAINER_DATA_DIR"}
+
+
+def test_numbers_of_gpus_mean_to_a_process_what_they_mean_here(host, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    (node,) = local.plan(prepared(host, gpus=(("1",),))).nodes
+    assert (node.env["CUDA_VISIBLE_DEVICES"], node.env["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
 def test_what_the_user_gives_wins_over_what_the_launcher_would_set():
