@@ -1,10 +1,12 @@
 """From a job to a run: in the foreground, detached, or as text; and the verbs that look at runs afterwards."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from launch import runtimes
 from launch.job import Job
 from launch.state import Handle, LaunchState, all_runs
-from launch.supervisor import STOP_GRACE_S, supervise
+from launch.supervisor import STOP_GRACE_S, End, supervise
 from trainer import contract
 from trainer.errors import UserError
 
@@ -23,36 +25,48 @@ def submit(job: Job, *, detach: bool, dryrun: bool) -> int:
     runtime = runtimes.load(job.runtime)
     job = runtime.prepare(job)
     if dryrun:
-        print(runtime.plan(job).script())
+        _say(runtime.plan(job).script())
         return contract.EXIT_DONE
     state = LaunchState(Path(job.runs_dir, job.run_id))
-    if state.path.exists() and state.supervisor():
-        raise UserError(f"The run {job.run_id} is still going on.", f"invoke cancel {Handle(job.runtime, job.run_id)}")
+    with state.writing():
+        state.refuse_if_going_on()
     if detach:
         return _detach(job, state)
-    code = watch(job, state, show=True)
-    print(farewell(job, state, code), flush=True)
-    return code
+    end = watch(job, state, show=True)
+    _say(farewell(job, state, end))
+    return end.code
 
 
-def watch(job: Job, state: LaunchState, *, show: bool) -> int:
+def watch(job: Job, state: LaunchState, *, show: bool) -> End:
     """Carry out a prepared job and stay with it to the end."""
     runtime = runtimes.load(job.runtime)
     plan = runtime.plan(job)
     return supervise(plan, lambda: runtime.start(plan), lambda: runtime.clean(job), state, show=show)
 
 
-def farewell(job: Job, state: LaunchState, code: int) -> str:
+def farewell(job: Job, state: LaunchState, end: End) -> str:
     """The last lines of a run in the foreground: how it ended, where it lies, how to run it elsewhere."""
-    if code == contract.EXIT_DONE:
+    return "\n".join([*(f"warning: {warning}" for warning in end.warnings), _ending(job, state, end)])
+
+
+def _ending(job: Job, state: LaunchState, end: End) -> str:
+    if end.code == contract.EXIT_DONE:
         command = " ".join(job.command)
         again = f"same in Docker: invoke build && invoke docker-run -j {job.nodes}x{job.processes} -- {command}\n"
         return (again if job.runtime == "local" else "") + f"run done: {state.folder}"
-    if code == contract.EXIT_PREEMPTED:
+    if end.code == contract.EXIT_PREEMPTED:
         return f"run stopped after saving: {state.folder} (go on with --name {job.run_id} -- … --resume auto)"
-    if code == contract.EXIT_BAD_REQUEST:
-        return f"run refused (exit code {code}); the error above says why"
-    return f"run failed with exit code {code}: {state.folder}: {state.read()['cause']}"
+    if end.code == contract.EXIT_BAD_REQUEST:
+        return f"run refused (exit code {end.code}); the error above says why"
+    return f"run failed with exit code {end.code}: {state.folder}: {end.cause}"
+
+
+def _say(text: str) -> None:
+    """Print, also if nobody reads any more: then Python must not try again when it ends."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def status(handle: Handle, runs_dir: str) -> str:
@@ -60,10 +74,13 @@ def status(handle: Handle, runs_dir: str) -> str:
     state = LaunchState(Path(runs_dir, handle.run_id))
     told = state.read()
     lines = [f"{handle}  {_word(state, told)}", f"folder   {state.folder}", f"started  {told['started_at']}"]
+    if host := state.elsewhere():
+        lines.append(f"host     launched on {host}" + ("" if told["finished_at"] else "; ask there how it is doing"))
     if told["finished_at"]:
         lines.append(f"ended    {told['finished_at']} with exit code {told['exit_code']}")
     if told["cause"]:
         lines.append(f"cause    {told['cause']}")
+    lines += [f"warning  {warning}" for warning in told["warnings"]]
     metrics = state.folder / "metrics.jsonl"
     last = metrics.read_text().splitlines()[-1:] if metrics.exists() else []
     return "\n".join(lines + [f"latest   {line}" for line in last])
@@ -73,10 +90,13 @@ def logs(handle: Handle, runs_dir: str, *, follow: bool) -> Iterator[str]:
     """The lines of a run so far, and with `follow` those to come until it ends."""
     state = LaunchState(Path(runs_dir, handle.run_id))
     state.read()
-    state.log.touch()
-    with state.log.open(encoding="utf-8") as file:
+    try:
+        file = state.log.open(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot read {state.log}: {error.strerror}.", f"invoke status {handle}") from None
+    with file:
         while True:
-            alive = state.supervisor() is not None
+            alive = _going_on(state)
             while line := file.readline():
                 yield line.rstrip("\n")
             if not follow or not alive:
@@ -88,41 +108,67 @@ def cancel(handle: Handle, runs_dir: str) -> str:
     """Ask a run to save and end, wait for it, and remove whatever it left. Returns what happened, one line."""
     state = LaunchState(Path(runs_dir, handle.run_id))
     told = state.read()
-    supervisor = state.supervisor()
-    if supervisor is None and told["exit_code"] is not None:
-        return f"{handle} had ended with exit code {told['exit_code']}"
-    if supervisor is not None:
-        os.kill(supervisor, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_GRACE_S + 20
-        while state.supervisor() is not None and time.monotonic() < deadline:
-            time.sleep(0.1)
+    had_ended = told["exit_code"] is not None
+    if host := state.elsewhere():
+        if had_ended:
+            return f"{handle} had ended with exit code {told['exit_code']}"
+        raise UserError(f"{handle} was launched on host {host}.", f"invoke cancel {handle} on {host}")
+    _stop(state)
     runtimes.load(handle.runtime).clean(Job.from_json(json.dumps(told["job"])))
     if state.read()["exit_code"] is None:
         state.end(contract.EXIT_FAILED, "its launcher was killed")
-    return f"{handle} ended with exit code {state.read()['exit_code']}"
+    return f"{handle} {'had ended' if had_ended else 'ended'} with exit code {state.read()['exit_code']}"
+
+
+def _stop(state: LaunchState) -> None:
+    """Ask the supervisor of a run to end it, and wait until it has."""
+    supervisor = state.supervisor()
+    if supervisor is None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(supervisor, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_GRACE_S + 20
+    while state.supervisor() is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def table(runs_dir: str) -> str:
     """All runs below `runs_dir`, a line each."""
-    rows = [(state, state.read()) for state in all_runs(runs_dir)]
-    if not rows:
-        return f"no runs in {runs_dir}"
-    return "\n".join(f"{told['handle']:50} {_word(state, told):10} {told['started_at']}" for state, told in rows)
+    return "\n".join(map(_row, all_runs(runs_dir))) or f"no runs in {runs_dir}"
+
+
+def _row(state: LaunchState) -> str:
+    try:
+        told = state.read()
+    except UserError as error:
+        return f"{state.folder.name:50} unreadable {error}"
+    return f"{told['handle']:50} {_word(state, told):10} {told['started_at']}"
 
 
 def _word(state: LaunchState, told: dict[str, Any]) -> str:
+    if told["exit_code"] is None and state.elsewhere():
+        return "elsewhere"
     if state.supervisor() is not None:
         return "running"
     words = {None: "lost", contract.EXIT_DONE: "done", contract.EXIT_PREEMPTED: "preempted"}
     return words.get(told["exit_code"], "failed")
 
 
+def _going_on(state: LaunchState) -> bool:
+    return _word(state, state.read()) in ("running", "elsewhere")
+
+
 def _detach(job: Job, state: LaunchState) -> int:
-    state.make_folder()
-    with (state.folder / "launcher.log").open("ab") as log:
+    """Start a process of its own that watches over the run. It is given the job where no other user can read it."""
+    path = state.folder / "launcher.log"
+    with state.writing():
+        path.open("ab").close()
+    with path.open("ab") as log, tempfile.TemporaryFile() as told:
+        told.write(job.to_json().encode())
+        told.seek(0)
         child = subprocess.Popen(
-            [sys.executable, "-m", "launch.submit", job.to_json()],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "launch.submit"],
+            stdin=told,
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -130,15 +176,15 @@ def _detach(job: Job, state: LaunchState) -> int:
         )
     while child.poll() is None:
         if state.path.exists() and state.read()["pid"] == child.pid:
-            print(Handle(job.runtime, job.run_id))
+            _say(str(Handle(job.runtime, job.run_id)))
             return contract.EXIT_DONE
         time.sleep(0.05)
-    raise UserError(f"The run could not be started; see {state.folder}/launcher.log.", "start it without --detach")
+    raise UserError(f"The run could not be started; see {path}.", "start it without --detach")
 
 
 def _main() -> int:
-    job = Job.from_json(sys.argv[1])
-    return watch(job, LaunchState(Path(job.runs_dir, job.run_id)), show=False)
+    job = Job.from_json(sys.stdin.read())
+    return watch(job, LaunchState(Path(job.runs_dir, job.run_id)), show=False).code
 
 
 if __name__ == "__main__":

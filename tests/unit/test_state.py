@@ -1,8 +1,11 @@
 """launch.json, handles, and what the verbs say of runs in every state."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from launch.job import Job
 from launch.state import Handle, LaunchState, all_runs, process_birth
 from trainer.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 KNOWN = ("local", "docker")
 
 
@@ -113,6 +117,101 @@ def test_the_cause_that_the_trainer_wrote_itself_is_the_one_kept(begun):
     assert begun.read()["cause"] == "boom"
 
 
+def test_the_cause_of_an_earlier_attempt_is_not_that_of_this_one(begun, tmp_path):
+    told = {"status": "failed", "exit_code": 1, "finished_at": "then", "failure": {"message": "boom"}}
+    (begun.folder / "run.json").write_text(json.dumps(told))
+    begun.end(1, "node 0 ended with exit code 1")
+    begun.begin(job())
+    assert begun.end(125, "Docker cannot start the run") == "Docker cannot start the run"
+    assert "boom" not in submit.status(Handle("local", "run"), str(tmp_path))
+    begun.begin(job())
+    (begun.folder / "run.json").write_text(json.dumps({**told, "finished_at": "now"}))
+    assert begun.end(1, "node 0 ended with exit code 1") == "boom"
+
+
+@pytest.mark.parametrize("earlier", [None, 0o644])
+def test_nobody_else_can_read_what_may_hold_a_secret(earlier, begun, monkeypatch):
+    if earlier:
+        begun.path.chmod(earlier)
+    seen = []
+    monkeypatch.setattr(os, "replace", lambda new, old: seen.append(new.stat().st_mode) or os.rename(new, old))
+    begun.change(job={"env": [["TOKEN", "hush"]]})
+    assert [mode & 0o777 for mode in (*seen, begun.path.stat().st_mode)] == [0o600, 0o600]
+    assert sorted(path.name for path in begun.folder.iterdir()) == ["launch.json", "run.log"]
+
+
+def test_a_run_that_goes_on_cannot_begin_again(begun):
+    with pytest.raises(UserError, match=r"is still going on\. HINT: invoke cancel local://run, or another --name"):
+        begun.begin(job())
+
+
+CLAIM = """
+import sys
+from launch.job import Job
+from launch.state import LaunchState
+from pathlib import Path
+state = LaunchState(Path(sys.argv[1]))
+job = Job(command=("train",), runtime="local", name="run")
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    state.begin(job)
+    print("mine", flush=True)
+except ValueError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_launches_at_the_same_moment_one_has_the_run(tmp_path):
+    words = [sys.executable, "-c", CLAIM, str(tmp_path / "run")]
+    launches = [
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, cwd=ROOT)
+        for _ in range(4)
+    ]
+    for launch in launches:
+        assert launch.stdout.readline() == "ready\n"
+    for launch in launches:
+        launch.stdin.write("go\n")
+    said = [launch.stdout.readline() for launch in launches]
+    for launch in launches:
+        launch.communicate()
+    assert said.count("mine\n") == 1
+    assert sum("is still going on. HINT: " in line for line in said) == 3
+
+
+@pytest.fixture
+def moved(begun, monkeypatch):
+    """The same run, seen from another host that shares the file system."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "other")
+    return begun
+
+
+def test_a_run_of_another_host_is_seen_as_such(moved, tmp_path):
+    host = moved.read()["host"]
+    assert submit.table(str(tmp_path)).split()[1] == "elsewhere"
+    status = submit.status(Handle("local", "run"), str(tmp_path))
+    assert f"launched on {host}; ask there" in status
+    moved.change(exit_code=0, finished_at="then")
+    assert submit.table(str(tmp_path)).split()[1] == "done"
+    assert submit.cancel(Handle("local", "run"), str(tmp_path)).endswith("had ended with exit code 0")
+
+
+def test_a_run_of_another_host_is_neither_cancelled_nor_begun_here(moved, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "kill", lambda *told: pytest.fail("a process of this host was signalled"))
+    hint = f"HINT: invoke cancel local://run on {moved.read()['host']}"
+    with pytest.raises(UserError, match=hint):
+        submit.cancel(Handle("local", "run"), str(tmp_path))
+    with pytest.raises(UserError, match=hint):
+        moved.begin(job())
+    assert moved.read()["exit_code"] is None
+
+
+def test_a_process_of_an_earlier_boot_is_not_the_supervisor(begun):
+    begun.change(born=f"another-boot {begun.read()['born'].split()[1]}")
+    assert begun.supervisor() is None
+
+
 WORDS = {
     "running": lambda state: None,
     "lost": lambda state: state.change(born="1"),
@@ -143,6 +242,20 @@ def test_runs_are_listed_by_name_and_strangers_left_out(tmp_path):
     (tmp_path / "other").mkdir()
     assert [state.folder.name for state in all_runs(str(tmp_path))] == ["a", "b"]
     assert submit.table(str(tmp_path / "nowhere")) == f"no runs in {tmp_path}/nowhere"
+
+
+def test_a_damaged_record_does_not_keep_the_others_from_being_listed(begun, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "launch.json").write_text("{")
+    first, second = submit.table(str(tmp_path)).splitlines()
+    assert first.split()[:2] == ["bad", "unreadable"]
+    assert second.split()[:2] == ["local://run", "running"]
+
+
+def test_lines_that_are_gone_are_a_user_error(begun, tmp_path):
+    begun.log.unlink()
+    with pytest.raises(UserError, match=r"Cannot read .*run\.log: No such file or directory\. HINT: "):
+        list(submit.logs(Handle("local", "run"), str(tmp_path), follow=False))
 
 
 def test_the_lines_of_an_ended_run_are_given_once_even_if_asked_to_follow(begun, tmp_path):

@@ -1,7 +1,9 @@
 """Watching over nodes: they end together, nothing stays behind, and every line is shown once."""
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from launch import supervisor
 from launch.job import Job
-from launch.plan import Plan
+from launch.plan import NodePlan, Plan
+from launch.runtimes.local import Process
 from launch.state import LaunchState
 from launch.supervisor import split_lines, supervise
+from trainer.errors import UserError
 
 
 class FakeNode:
@@ -61,16 +65,17 @@ FOREVER = 30.0
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Supervise fake nodes; patience is shortened. Returns the exit code, and keeps the state and what was cleaned."""
+    """Supervise nodes, with less patience. Returns the exit code; keeps the end, the state and what was cleaned."""
     monkeypatch.setattr(supervisor, "PEERS_GRACE_S", 0.3)
     monkeypatch.setattr(supervisor, "STOP_GRACE_S", 1.0)
     job = Job(command=("train",), runtime="local", name="run")
 
     def start(*nodes, limit=None, starter=None, show=False):
         plan = Plan(Job(**{**vars(job), "time_limit_min": limit}), ())
-        return supervise(
+        start.end = supervise(
             plan, starter or (lambda: list(nodes)), lambda: start.cleaned.append(1), start.state, show=show
         )
+        return start.end.code
 
     start.cleaned = []
     start.state = LaunchState(tmp_path / "run")
@@ -117,6 +122,7 @@ def test_a_second_request_ends_the_nodes_at_once(number, run, monkeypatch):
     assert run(node) == 137
     assert time.monotonic() - began < 5
     assert node.asked == ["stop", "kill", "remove"]
+    assert run.end.cause == run.state.read()["cause"] == "node 0 was stopped at once by a second request"
 
 
 def test_a_node_that_does_not_heed_a_request_is_ended_after_a_while(run):
@@ -124,6 +130,19 @@ def test_a_node_that_does_not_heed_a_request_is_ended_after_a_while(run):
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     assert run(node) == 137
     assert node.asked == ["stop", "kill", "remove"]
+    assert run.end.cause == "node 0 did not end in time and was killed"
+
+
+def test_a_node_that_nothing_ends_is_named(run, monkeypatch):
+    class Immortal(FakeNode):
+        def kill(self):
+            self.asked.append("kill")
+
+    monkeypatch.setattr(supervisor, "KILL_GRACE_S", 0.1)
+    node = Immortal(after_s=3)
+    assert run(FakeNode(), node, limit=0.001) == 1
+    assert node.asked == ["stop", "kill", "remove"]
+    assert run.state.read()["cause"] == "node 1 did not end in time and was killed"
 
 
 def test_the_time_limit_is_a_request_to_stop(run):
@@ -148,25 +167,107 @@ def test_a_start_that_fails_is_cleaned_up_and_the_run_is_not_running(run):
     assert run.state.supervisor() is None
 
 
-def test_a_record_that_cannot_be_written_does_not_keep_the_network(run, monkeypatch):
+def test_a_record_that_cannot_be_written_changes_neither_the_end_nor_what_is_cleaned(run, monkeypatch, capsys):
     def full(*told):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run.state, "end", full)
-    with pytest.raises(OSError, match="No space"):
-        run(FakeNode())
+    assert run(FakeNode(75)) == 75
     assert run.cleaned == [1]
+    assert "No space left on device" in capsys.readouterr().err
+    assert "launch.json does not tell the end" in run.end.warnings[0]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_node_whose_output_breaks_off_does_not_hang_the_run(run):
+def test_what_cannot_be_removed_is_told_and_the_end_is_that_of_the_nodes(run, monkeypatch, capsys):
+    monkeypatch.setattr(run, "cleaned", None)
+    assert run(FakeNode(3)) == 3
+    assert run.state.read()["exit_code"] == 3
+    assert "what the run left was not removed" in capsys.readouterr().err
+
+
+def test_a_node_whose_output_breaks_off_is_waited_for(run, capsys):
     class Broken(FakeNode):
         def chunks(self):
+            yield b"first\n"
             raise OSError("connection reset")
 
+    assert run(Broken(3), FakeNode(3, after_s=0.1)) == 3
+    assert run.state.log.read_text() == "[0:-] first\n"
+    assert run.end.warnings == ("the output of node 0 broke off: connection reset",)
+    assert run.state.read()["warnings"] == list(run.end.warnings)
+    assert "broke off" in capsys.readouterr().err
+
+
+def test_a_node_whose_end_nobody_can_tell_has_failed(run):
+    class Gone(FakeNode):
+        def wait(self):
+            raise ConnectionError("the engine is gone")
+
     began = time.monotonic()
-    assert run(Broken(3), limit=0.03) != 0
-    assert time.monotonic() - began < 1.5
+    assert run(Gone(), FakeNode(after_s=FOREVER)) == 1
+    assert time.monotonic() - began < 5
+    assert run.state.read()["cause"] == "node 0 ended with exit code 1 (the engine is gone)"
+
+
+def test_a_node_that_cannot_be_reached_does_not_keep_the_others_from_being_asked(run, capsys):
+    class Deaf(FakeNode):
+        def stop(self):
+            raise ConnectionError("no answer")
+
+        kill = remove = stop
+
+    other = FakeNode(after_s=FOREVER, stopped=75)
+    assert run(Deaf(after_s=0.5), other, limit=0.001) == 75
+    assert other.asked == ["stop", "kill", "remove"]
+    assert [text.rpartition(" was ")[2] for text in run.end.warnings] == [
+        f"not {done}: no answer" for done in ("stopped", "killed", "removed")
+    ]
+
+
+class Script(Process):
+    """A node that is a process of this host; it says more than a pipe can hold."""
+
+    def __init__(self, script="seq 50000; echo last"):
+        words = ("sh", "-c", script)
+        super().__init__(NodePlan(0, words, {"PATH": os.environ["PATH"]}, ""), {}, os.sched_getaffinity(0))
+
+
+def test_what_a_process_started_is_killed_with_it(run):
+    began = time.monotonic()
+    assert run(Script("sleep 60; true"), limit=0.001) != 0
+    assert time.monotonic() - began < 5
+
+
+def test_a_full_disk_stops_the_log_and_not_the_run(run, capsys):
+    run.state.folder.mkdir()
+    run.state.log.symlink_to("/dev/full")
+    assert run(Script(), show=True) == 0
+    told = capsys.readouterr()
+    assert told.out.endswith("[0:-] last\n")
+    warning = f"{run.state.log} is not whole: No space left on device"
+    assert told.err == f"warning: {warning}\n"
+    assert run.state.read()["warnings"] == [warning]
+
+
+def test_a_broken_screen_stops_showing_and_not_the_run(run, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert run(Script(), show=True) == 0
+        assert len(run.state.log.read_text().splitlines()) == 50001
+    assert "no longer shown" in run.end.warnings[0]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("broken", ["run.log", "the folder", "launch.json"])
+def test_a_folder_that_cannot_be_written_is_said_before_anything_starts(broken, run):
+    if broken == "the folder":
+        run.state.folder.write_text("")
+    else:
+        (run.state.folder / broken).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^Cannot (write|read) \S+: [\w ]+\. HINT: [^\n]+$"):
+        run(starter=lambda: pytest.fail("started"))
 
 
 def test_lines_are_kept_with_their_place_and_shown(run, capsys):
