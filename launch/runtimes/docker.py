@@ -1,8 +1,10 @@
 """Docker on this host: each node is a container with its own name on a network made for the run."""
 
+import contextlib
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,16 @@ from trainer.errors import UserError
 DEFAULT_IMAGE = "intermodal:latest"
 RUN_LABEL = "intermodal.run"
 NOBODY = 65534  # whom a container runs as when root launches it: never root inside
+REMOVE_GRACE_S = 5.0
 _GIB = 1024**3
+_ERRORS = (docker.errors.DockerException, requests.RequestException)
 
 
 def prepare(job: Job) -> Job:
     """Name the run, find the image's ID, share out the GPUs, choose the user. Raises UserError."""
     client = connect()
     reference = job.image or DEFAULT_IMAGE
-    shares = gpus.share_out(gpus.visible(), job.nodes, job.gpus_per_node)
+    shares = gpus.shares(job.nodes, job.gpus_per_node)
     job = dataclasses.replace(
         job,
         name=job.name or new_run_id(job.command),
@@ -41,7 +45,7 @@ def prepare(job: Job) -> Job:
     )
     gpus.check(job.processes, shares)
     _check_folders(job)
-    if client.containers.list(all=True, filters={"label": f"{RUN_LABEL}={job.run_id}"}):
+    if _containers(client, job):
         raise UserError(
             f"Containers of a run {job.run_id} exist.", f"invoke cancel docker://{job.run_id}, or another --name"
         )
@@ -70,9 +74,9 @@ def start(plan: Plan) -> list[Node]:
     _own_folder(job)
     try:
         return _start_nodes(client, job)
-    except docker.errors.APIError as error:
+    except _ERRORS as error:
         hint = "check --mount, --gpus-per-node and --cpus"
-        raise UserError(f"Docker cannot start the run: {error.explanation}.", hint) from None
+        raise UserError(f"Docker cannot start the run: {_reason(error)}.", hint) from None
 
 
 def _start_nodes(client: Any, job: Job) -> list[Node]:
@@ -90,14 +94,42 @@ def _start_nodes(client: Any, job: Job) -> list[Node]:
 
 
 def clean(job: Job) -> None:
-    """Remove what still carries the run's label, and hand its files to who launched it."""
+    """Remove what still carries the run's label, and hand its files to who launched it. Raises UserError."""
     client = connect()
-    label = {"label": f"{RUN_LABEL}={job.run_id}"}
-    for container in client.containers.list(all=True, filters=label):
-        container.remove(force=True)
-    for found in client.networks.list(filters=label):
-        found.remove()
-    _hand_over(job)
+    try:
+        for container in _containers(client, job):
+            _remove(container, force=True)
+        _hand_over(job)
+        for found in client.networks.list(filters=_label(job)):
+            _remove(found)
+    except _ERRORS as error:
+        hint = f"invoke cancel docker://{job.run_id}, once nobody else uses the network {network(job)}"
+        raise UserError(f"Docker cannot remove what the run left: {_reason(error)}.", hint) from None
+
+
+def _label(job: Job) -> dict[str, str]:
+    return {"label": f"{RUN_LABEL}={job.run_id}"}
+
+
+def _containers(client: Any, job: Job) -> list[Any]:
+    return list(client.containers.list(all=True, filters=_label(job), ignore_removed=True))
+
+
+def _remove(found: Any, **how: bool) -> None:
+    """Remove a container or network, if nobody else did. Docker may still be taking a network's containers off it, or
+    removing the container itself.
+    """
+    deadline = time.monotonic() + REMOVE_GRACE_S
+    while True:
+        try:
+            found.remove(**how)
+            return
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as error:
+            if error.status_code not in (403, 409) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 class Container(Node):
@@ -111,15 +143,22 @@ class Container(Node):
         self._container.start()
 
     def chunks(self) -> Iterator[bytes]:
-        yield from self._container.logs(stream=True, follow=True)
+        with contextlib.suppress(docker.errors.NotFound):
+            yield from self._container.logs(stream=True, follow=True)
 
     def wait(self) -> int:
-        code = int(self._container.wait()["StatusCode"])
-        self._container.reload()
-        self._state = self._container.attrs["State"]
-        return code
+        self._state = {"Status": "removing"}
+        with contextlib.suppress(docker.errors.NotFound):
+            code = int(self._container.wait()["StatusCode"])
+            self._container.reload()
+            self._state = self._container.attrs["State"]
+            if not self._is_removed():
+                return code
+        return contract.EXIT_FAILED
 
     def why(self) -> str:
+        if self._is_removed():
+            return " (somebody removed its container)"
         return " (out of memory: raise --memory-gb)" if self._state.get("OOMKilled") else ""
 
     def stop(self) -> None:
@@ -129,7 +168,10 @@ class Container(Node):
         self._signal("SIGKILL")
 
     def remove(self) -> None:
-        self._container.remove(force=True)
+        _remove(self._container, force=True)
+
+    def _is_removed(self) -> bool:
+        return self._state.get("Status") in ("removing", "dead")
 
     def _signal(self, name: str) -> None:
         try:
@@ -144,12 +186,16 @@ def connect() -> Any:
     try:
         client = docker.from_env(timeout=60)
         client.ping()
-    except (docker.errors.DockerException, requests.RequestException) as error:
+    except _ERRORS as error:
         raise UserError(
-            f"The Docker engine does not answer ({str(error).splitlines()[0][:120]}).",
-            "start it, see that you may use it (group docker), or invoke local-run",
+            f"The Docker engine does not answer ({_reason(error)[:120]}).",
+            "start it, join group docker, or set DOCKER_HOST as `docker context ls` shows it; or invoke local-run",
         ) from None
     return client
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "explanation", None) or error).splitlines()[0]
 
 
 def image_id(client: Any, reference: str) -> str:
@@ -270,6 +316,8 @@ def _check_folders(job: Job) -> None:
     for mount in job.mount:
         if not os.path.exists(mount.source):
             raise UserError(f"--mount {mount.source} does not exist.", "give a folder of this host")
+    if not os.path.isdir(job.data_dir) and job.data_dir != os.path.abspath(Job.data_dir):
+        raise UserError(f"--data-dir {job.data_dir} is no folder.", "give a folder of this host, or leave it out")
     parent = Path(job.runs_dir)
     while not parent.exists():
         parent = parent.parent
