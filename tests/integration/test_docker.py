@@ -121,6 +121,46 @@ def test_a_killed_part_ends_all_within_20_s_and_is_named(image: str, tmp_path: P
     assert told["failure"]["message"] in output.splitlines()[-1]
 
 
+def test_a_container_that_somebody_removes_is_named_as_the_cause(image: str, tmp_path: Path) -> None:
+    words = ("docker-run", "--image", image, "--name", "removed", "--runs-dir", str(tmp_path), "--", *LONG)
+    process = start_invoke(*words)
+    until(lambda: stepping(tmp_path, "removed"), "the first steps")
+    docker("rm", "--force", "removed-0")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert output.splitlines()[-1].endswith("(somebody removed its container)")
+    assert record(tmp_path, "removed")["failure"]["message"].endswith("(somebody removed its container)")
+
+
+def test_a_network_that_a_stranger_uses_is_told_and_cancel_removes_it_later(image: str, tmp_path: Path) -> None:
+    words = ("docker-run", "--image", image, "--name", "shared", "--runs-dir", str(tmp_path), "--", *LONG)
+    process = start_invoke(*words)
+    until(lambda: stepping(tmp_path, "shared"), "the first steps")
+    docker("run", "--detach", "--init", "--name", "stranger", "--network", "intermodal-shared", image, "sleep", "120")
+    try:
+        interrupt(process)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 75, output
+        assert "warning: what the run left was not removed" in output
+        assert "invoke cancel docker://shared" in output
+    finally:
+        docker("rm", "--force", "stranger")
+    assert "had ended with exit code 75" in invoke("cancel", "docker://shared", "--runs-dir", str(tmp_path)).stdout
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_and_is_the_cause(image: str, tmp_path: Path) -> None:
+    words = ("docker-run", "--image", image, "--name", "hurry", "--runs-dir", str(tmp_path), "--", *LONG)
+    process = start_invoke(*words)
+    until(lambda: stepping(tmp_path, "hurry"), "the first steps")
+    docker("pause", "hurry-0")  # it cannot save
+    interrupt(process)
+    time.sleep(1)
+    interrupt(process)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 137, output
+    assert output.splitlines()[-1].endswith("node 0 was stopped at once by a second request")
+
+
 def test_ctrl_c_saves_and_leaves_nothing(image: str, tmp_path: Path) -> None:
     words = ("docker-run", "-j", "2x1", "--image", image, "--name", "ctrlc", "--runs-dir", str(tmp_path), "--", *LONG)
     process = start_invoke(*words)
