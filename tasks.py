@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from invoke.collection import Collection
@@ -30,19 +32,31 @@ def friendly(body: Callable[..., int | None]) -> Callable[..., None]:
     return wrapped
 
 
-def run_task(runtime: str, summary: str) -> Any:
+SLURM_HELP = {
+    "slurm": "submit to Slurm (default: where there is sbatch)",
+    "no-slurm": "run on this host even where there is sbatch",
+    "check": "ask Slurm what it would do with the job, and submit nothing",
+}
+
+
+def run_task(runtime: str, summary: str, more_help: dict[str, str] | None = None) -> Any:
     """A task with every launcher flag: the fields of Job are the one source of their names and help."""
 
     def body(c: Context, j: str | None, detach: bool, dryrun: bool, **given: Any) -> int:
         from launch import submit
 
-        job = jobs.from_flags(runtime, given, j, words_after_dashes(sys.argv))
-        return submit.submit(job, detach=detach, dryrun=dryrun or c.config.run.dry)
+        more = {key: given.pop(key) for key in switches}
+        where = place(**more) if more else runtime
+        job = jobs.from_flags(where, given, j, words_after_dashes(sys.argv))
+        dryrun = dryrun or c.config.run.dry
+        return submit.submit(job, detach=detach, dryrun=dryrun, check=bool(more.get("check")))
 
-    fields = jobs.flags()
+    switches = [key.replace("-", "_") for key in more_help or {}]
+    fields = jobs.flags("slurm" if runtime == "singularity" else runtime)
     repeated = [key for key, field in fields.items() if field.metadata["repeated"]]
-    names: dict[str, Any] = {"j": None, **dict.fromkeys(fields), "detach": False, "dryrun": False}
-    names.update({key: [] for key in repeated})
+    names: dict[str, Any] = {"j": None, **dict.fromkeys(fields), **dict.fromkeys(switches, False)}
+    names |= {"detach": False, "dryrun": False, **{key: [] for key in repeated}}
+    names |= {key: False for key, field in fields.items() if field.default is False}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(key, kind, default=default) for key, default in names.items()]
     body.__doc__ = summary
@@ -52,8 +66,16 @@ def run_task(runtime: str, summary: str) -> Any:
         "j": "NODESxPROCESSES, short for --nodes and --nproc-per-node",
         "detach": "print the handle and return",
         "dryrun": "print what would be run, as a shell script, and run nothing",
+        **(more_help or {}),
     }
     return task(name=f"{runtime}-run", iterable=repeated, help=help, auto_shortflags=False)(wrapped)
+
+
+def place(slurm: bool, no_slurm: bool, check: bool) -> str:
+    """The runtime of `singularity-run`: Slurm where there is Slurm, this host where not, or as the flags say."""
+    if no_slurm and (slurm or check):
+        raise UserError(f"--no-slurm contradicts {'--slurm' if slurm else '--check'}.", "give one of the two")
+    return "slurm" if not no_slurm and (slurm or check or shutil.which("sbatch")) else "singularity"
 
 
 def words_after_dashes(argv: list[str]) -> list[str]:
@@ -63,6 +85,11 @@ def words_after_dashes(argv: list[str]) -> list[str]:
 
 local_run = run_task("local", "Run on this host as plain processes: invoke local-run -j 1x2 -- --workload mnist")
 docker_run = run_task("docker", "Run on this host in containers: invoke docker-run --nodes 2 -- --workload mnist")
+singularity_run = run_task(
+    "singularity",
+    "Run a SIF on Slurm or on this host: invoke singularity-run -j 2x2 -- --workload mnist",
+    SLURM_HELP,
+)
 
 BUILD_HELP = {
     "base": "ngc, cpu, or an image that has torch (default: ngc)",
@@ -89,6 +116,48 @@ def test(c: Context, base: str = "ngc", tag: str = "intermodal:test", os_image: 
 
     images.build(base, tag, os_image, target="test")
     shell.run([images.docker(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", tag, "make", "test"])
+
+
+SIF_HELP = {
+    "from": "IMAGE, docker-archive:FILE or oci-archive:FILE (default: intermodal:latest)",
+    "out": "the SIF (default: intermodal.sif)",
+    "compression": "zstd, gzip for old runtimes, lz4 or none (default: zstd)",
+}
+
+
+@task(help=SIF_HELP, auto_shortflags=False)
+@friendly
+def singularity_build(
+    c: Context, from_: str = "intermodal:latest", out: str = "intermodal.sif", compression: str = "zstd"
+) -> None:
+    """Turn the image into a SIF: invoke singularity-build"""
+    from launch import sif
+
+    identity = sif.build(from_, Path(out), compression)
+    print(f"{out} {identity.size / 1e9:.2f} GB, image {identity.image_id}, sha256 {identity.content_sha256}")
+
+
+@task(help={"image": "the SIF (default: intermodal.sif)"}, auto_shortflags=False)
+@friendly
+def singularity_shell(c: Context, image: str = "intermodal.sif") -> int:
+    """Open a shell inside the SIF"""
+    from launch.runtimes import singularity
+
+    return singularity.enter(image, ["bash"])
+
+
+@task(help={**BUILD_HELP, "out": "SIF of the test image (default: intermodal-test.sif)"}, auto_shortflags=False)
+@friendly
+def singularity_test(
+    c: Context, base: str = "ngc", out: str = "intermodal-test.sif", os_image: str = "debian:bookworm-slim"
+) -> int:
+    """Run `make test` inside a SIF of the test image: invoke singularity-test --base cpu"""
+    from launch import images, sif
+    from launch.runtimes import singularity
+
+    images.build(base, "intermodal:test", os_image, target="test")
+    sif.build("intermodal:test", Path(out))
+    return singularity.enter(out, ["make", "test"])
 
 
 RUNS_HELP = {"handle": "as the run printed it, such as docker://RUN", "runs-dir": "folder of the runs (default: runs)"}
@@ -138,4 +207,17 @@ def _handle(text: str) -> Any:
     return Handle.parse(text, NAMES)
 
 
-ns = Collection(build, test, local_run, docker_run, status, logs, cancel, list_runs)
+ns = Collection(
+    build,
+    test,
+    singularity_build,
+    singularity_shell,
+    singularity_test,
+    local_run,
+    docker_run,
+    singularity_run,
+    status,
+    logs,
+    cancel,
+    list_runs,
+)

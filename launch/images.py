@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 # NGC's PyTorch release, named here and nowhere else. Put "@sha256:…" behind the tag to pin it for good.
 NGC = "nvcr.io/nvidia/pytorch:26.08-py3"
 CPU_BASE_TAG = "intermodal-base:cpu"
+CONVERTER_TAG = "intermodal-apptainer"
 OS_IMAGE = "debian:bookworm-slim"
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "FTP_PROXY", "ALL_PROXY")
 # Where packages are and how to get there. Other settings (target, user, require-virtualenv, cert…) are of this host.
@@ -77,6 +78,14 @@ def _provide_base(base: str, os_image: str, secrets: list[str]) -> str:
     elif shell.output([docker(), "image", "inspect", name]) is None:
         shell.run([docker(), "pull", name])
     return name
+
+
+def build_converter() -> str:
+    """Name of the image that has Apptainer, built if it is not there yet."""
+    if shell.output([docker(), "image", "inspect", CONVERTER_TAG]) is None:
+        _check_buildkit()
+        _docker_build("containers/apptainer.Dockerfile", CONVERTER_TAG, {"OS_IMAGE": OS_IMAGE}, [])
+    return CONVERTER_TAG
 
 
 def describe_base(name: str, attrs: dict[str, Any]) -> Base:

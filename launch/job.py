@@ -24,10 +24,15 @@ class Mount:
     read_only: bool = False
 
 
-def option(help: str, parse: Callable[[str], Any], default: Any = None, *, repeated: bool = False) -> Any:
-    """A field that is a flag: its help, and how its text becomes a value. Raises ValueError on bad text."""
+def option(
+    help: str, parse: Callable[[str], Any], default: Any = None, *, repeated: bool = False, only: str = ""
+) -> Any:
+    """A field that is a flag: its help, how its text becomes a value (ValueError on bad text), and the one runtime that
+    has it, if not all do.
+    """
     factory: dict[str, Any] = {"default_factory": tuple} if repeated else {"default": default}
-    return dataclasses.field(**factory, metadata={"help": help, "parse": parse, "repeated": repeated})
+    metadata = {"help": help, "parse": parse, "repeated": repeated, "only": only}
+    return dataclasses.field(**factory, metadata=metadata)
 
 
 def whole(text: str) -> int:
@@ -75,8 +80,21 @@ def folder(text: str) -> str:
 
 
 def image(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", text):
-        raise ValueError("an image reference")
+    if not text.endswith(".sif") and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", text):
+        raise ValueError("an image reference or a SIF (FILE.sif)")
+    return folder(text)
+
+
+def word(text: str) -> str:
+    """A word of Slurm's language: it stands in a directive as it is."""
+    if not re.fullmatch(r"[A-Za-z0-9_.,:=+@%/&|()\[\]*!-]+", text):
+        raise ValueError("one word of Slurm's")
+    return text
+
+
+def sbatch_option(text: str) -> str:
+    if not re.fullmatch(r"--[a-z][a-z0-9-]*(=[^\n\0\"\\]*)?", text):
+        raise ValueError("an option of sbatch in its long form, --NAME or --NAME=VALUE")
     return text
 
 
@@ -103,7 +121,7 @@ class Job:
     runtime: str = ""
     nodes: int = option("nodes, each with its own agent (default: 1)", whole, 1)
     nproc_per_node: int | None = option("processes a node; auto: one a GPU, else one (default: auto)", whole_or_auto)
-    image: str | None = option("image to run (default: intermodal:latest)", image)
+    image: str | None = option("image to run (default: intermodal:latest; a SIF: intermodal.sif)", image)
     env: Pairs = option("KEY=VALUE for all processes; may be repeated", variable, repeated=True)
     mount: tuple[Mount, ...] = option("SRC:/DST[:ro] folder of the host; may be repeated", mount, repeated=True)
     cpus: float | None = option("CPUs of each node", amount)
@@ -115,9 +133,22 @@ class Job:
     runs_dir: str = option("folder for results (default: runs)", folder, "runs")
     data_dir: str = option("folder of data sets (default: data)", folder, "data")
     master_port: int | None = option("port of the head's agent (default: chosen by the runtime)", port)
+    partition: str | None = option("partition to wait in", word, only="slurm")
+    account: str | None = option("account to charge", word, only="slurm")
+    qos: str | None = option("quality of service", word, only="slurm")
+    constraint: str | None = option("features that nodes must have", word, only="slurm")
+    exclude: str | None = option("nodes not to use, such as c1,c[3-4]", word, only="slurm")
+    reservation: str | None = option("reservation to run in", word, only="slurm")
+    gres: str | None = option("generic resources of each node, such as gpu:a100:2", word, only="slurm")
+    sbatch: tuple[str, ...] = option(
+        "--OPTION=VALUE for sbatch; may be repeated", sbatch_option, repeated=True, only="slurm"
+    )
+    data_stage: bool = option("copy the data sets to each node's own disk first", bool, False, only="slurm")
+    max_restarts: int = option("starts anew after a failure from outside (default: 3)", count, 3, only="slurm")
     # Found out by the runtime's prepare(), never given by hand.
     gpus: tuple[tuple[str, ...], ...] = ()
     image_id: str | None = None
+    sif_sha256: str | None = None
     user: str | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +170,14 @@ class Job:
             if (variable := "TRAINER_" + name.upper().replace("-", "_")) in variables:
                 raise UserError(f"--env {variable} contradicts the launcher.", flag)
 
+    def only(self, runtime: str) -> dict[str, Any]:
+        """Flags that no other runtime has, with their values, where they were given."""
+        fields = [field for field in flags().values() if field.metadata["only"] == runtime]
+        given = {
+            field.name: getattr(self, field.name) for field in fields if getattr(self, field.name) != field.default
+        }
+        return {"--" + name.replace("_", "-"): value for name, value in given.items() if value != ()}
+
     @property
     def run_id(self) -> str:
         assert self.name is not None, "prepare() names the run"
@@ -159,17 +198,19 @@ class Job:
         told["env"] = tuple((key, value) for key, value in told["env"])
         told["mount"] = tuple(Mount(**mount) for mount in told["mount"])
         told["gpus"] = tuple(tuple(gpus) for gpus in told["gpus"])
+        told["sbatch"] = tuple(told["sbatch"])
         return cls(**told)
 
 
-def flags() -> dict[str, "dataclasses.Field[Any]"]:
-    """The fields that are flags, by name."""
-    return {field.name: field for field in dataclasses.fields(Job) if "parse" in field.metadata}
+def flags(runtime: str = "") -> dict[str, "dataclasses.Field[Any]"]:
+    """The fields that are flags, by name: all, or those that a runtime has."""
+    fields = {field.name: field for field in dataclasses.fields(Job) if "parse" in field.metadata}
+    return {name: field for name, field in fields.items() if not runtime or field.metadata["only"] in ("", runtime)}
 
 
 def from_flags(runtime: str, given: Mapping[str, Any], layout: str | None, arguments: Iterable[str]) -> Job:
     """A Job from flag texts (None: not given), `-j NxM`, and the words after `--`. Raises UserError."""
-    values = {key: _parse(key, text) for key, text in given.items() if text not in (None, [], ())}
+    values = {key: _parse(key, text) for key, text in given.items() if text not in (None, [], (), False)}
     if layout is not None:
         values |= _layout(layout, given)
     for key in ("runs_dir", "data_dir"):

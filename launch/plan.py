@@ -28,9 +28,12 @@ class Plan:
     nodes: tuple[NodePlan, ...]
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    text: str = ""  # the whole script, where a scheduler takes one
 
     def script(self) -> str:
         """A shell script that does what submitting the plan does; its exit code is that of the run."""
+        if self.text:
+            return self.text.rstrip("\n")
         lines = [
             "#!/bin/bash",
             f"# run {self.job.run_id}",

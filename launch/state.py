@@ -17,25 +17,28 @@ from launch.job import Job
 from trainer.errors import UserError
 
 FILE = "launch.json"
+_NOT_ENDED: dict[str, Any] = {"finished_at": None, "exit_code": None, "cause": "", "warnings": []}
 
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """`runtime://run`, what every verb takes."""
+    """`runtime://run`, what every verb takes; where a scheduler gave the run a number, `runtime://run/number`."""
 
     runtime: str
     run_id: str
+    job_id: str = ""
 
     def __str__(self) -> str:
-        return f"{self.runtime}://{self.run_id}"
+        return f"{self.runtime}://{self.run_id}" + (f"/{self.job_id}" if self.job_id else "")
 
     @classmethod
     def parse(cls, text: str, known: tuple[str, ...]) -> "Handle":
-        runtime, separator, run_id = text.partition("://")
-        if not separator or runtime not in known or not re.fullmatch(r"[a-z0-9][a-z0-9-]*", run_id):
+        runtime, separator, rest = text.partition("://")
+        run_id, _, job_id = rest.partition("/")
+        if not separator or runtime not in known or not re.fullmatch(r"[a-z0-9][a-z0-9-]*(/[0-9_]+)?", rest):
             forms = ", ".join(f"{name}://RUN" for name in known)
             raise UserError(f"{text!r} is not a handle ({forms}).", "invoke list shows the handles")
-        return cls(runtime, run_id)
+        return cls(runtime, run_id, job_id)
 
 
 class LaunchState:
@@ -77,6 +80,12 @@ class LaunchState:
             name = error.filename or self.folder
             raise UserError(f"Cannot write {name}: {error.strerror}.", "--runs-dir with a writable folder") from None
 
+    def enqueue(self, job: Job, job_id: str) -> None:
+        """Write that a scheduler watches over the run from now on."""
+        handle = str(Handle(job.runtime, job.run_id, job_id))
+        told = {"handle": handle, "job_id": job_id, "job": json.loads(job.to_json()), "started_at": now()}
+        _replace(self.path, {**told, **_NOT_ENDED}, mode=0o600)
+
     def begin(self, job: Job) -> None:
         """Write that this process watches over the run from now on. Raises UserError if another one does."""
         with self.writing(), self.log.open("ab") as claim:
@@ -89,10 +98,7 @@ class LaunchState:
                 pid=os.getpid(),
                 born=process_birth(os.getpid()),
                 started_at=now(),
-                finished_at=None,
-                exit_code=None,
-                cause="",
-                warnings=[],
+                **_NOT_ENDED,
                 outcome_before=_digest(self.outcome()),
             )
 
@@ -124,15 +130,15 @@ class LaunchState:
 
     def elsewhere(self) -> str | None:
         """The host on which the run was launched, if it is another one: its processes cannot be seen from here."""
-        host = str(self.read()["host"])
-        return host if host != socket.gethostname() else None
+        host = self.read().get("host")
+        return str(host) if host not in (None, socket.gethostname()) else None
 
     def supervisor(self) -> int | None:
         """The process of this host that watches over the run, if it still lives. A number that was given away again
         is not it.
         """
         told = self.read()
-        if told["exit_code"] is not None or self.elsewhere():
+        if told["exit_code"] is not None or "pid" not in told or self.elsewhere():
             return None
         return int(told["pid"]) if process_birth(told["pid"]) == told["born"] else None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import runtimes
+from launch import runtimes, scheduled
 from launch.job import Job
 from launch.state import Handle, LaunchState, all_runs
 from launch.supervisor import STOP_GRACE_S, End, supervise
@@ -20,14 +20,25 @@ from trainer import contract
 from trainer.errors import UserError
 
 
-def submit(job: Job, *, detach: bool, dryrun: bool) -> int:
-    """Run a job; returns its exit code. A detached one prints its handle as the last line and returns 0."""
+def submit(job: Job, *, detach: bool, dryrun: bool, check: bool = False) -> int:
+    """Run a job; returns its exit code. A detached one prints its handle as the last line and returns 0.
+
+    `dryrun` prints the script and `check` asks the scheduler about it; neither runs anything.
+    """
     runtime = runtimes.load(job.runtime)
     job = runtime.prepare(job)
     if dryrun:
         _say(runtime.plan(job).script())
+    if check:
+        scheduled.check(runtime.plan(job))
+    if dryrun or check:
         return contract.EXIT_DONE
     state = LaunchState(Path(job.runs_dir, job.run_id))
+    if job.runtime in runtimes.SCHEDULED:
+        end = scheduled.submit(runtime.plan(job), state, detach=detach)
+        if not detach:
+            _say(farewell(job, state, end))
+        return end.code
     with state.writing():
         state.refuse_if_going_on()
     if detach:
@@ -73,6 +84,13 @@ def status(handle: Handle, runs_dir: str) -> str:
     """What a run is doing or how it ended, a few lines."""
     state = LaunchState(Path(runs_dir, handle.run_id))
     told = state.read()
+    lines = scheduled.status(handle, state) if told.get("job_id") else _watched_status(handle, state, told)
+    metrics = state.folder / "metrics.jsonl"
+    last = metrics.read_text().splitlines()[-1:] if metrics.exists() else []
+    return "\n".join(lines + [f"latest   {line}" for line in last])
+
+
+def _watched_status(handle: Handle, state: LaunchState, told: dict[str, Any]) -> list[str]:
     lines = [f"{handle}  {_word(state, told)}", f"folder   {state.folder}", f"started  {told['started_at']}"]
     if host := state.elsewhere():
         lines.append(f"host     launched on {host}" + ("" if told["finished_at"] else "; ask there how it is doing"))
@@ -80,16 +98,15 @@ def status(handle: Handle, runs_dir: str) -> str:
         lines.append(f"ended    {told['finished_at']} with exit code {told['exit_code']}")
     if told["cause"]:
         lines.append(f"cause    {told['cause']}")
-    lines += [f"warning  {warning}" for warning in told["warnings"]]
-    metrics = state.folder / "metrics.jsonl"
-    last = metrics.read_text().splitlines()[-1:] if metrics.exists() else []
-    return "\n".join(lines + [f"latest   {line}" for line in last])
+    return lines + [f"warning  {warning}" for warning in told["warnings"]]
 
 
 def logs(handle: Handle, runs_dir: str, *, follow: bool) -> Iterator[str]:
     """The lines of a run so far, and with `follow` those to come until it ends."""
     state = LaunchState(Path(runs_dir, handle.run_id))
-    state.read()
+    if state.read().get("job_id"):
+        yield from scheduled.lines(handle, state, follow=follow)
+        return
     try:
         file = state.log.open(encoding="utf-8")
     except OSError as error:
@@ -108,6 +125,8 @@ def cancel(handle: Handle, runs_dir: str) -> str:
     """Ask a run to save and end, wait for it, and remove whatever it left. Returns what happened, one line."""
     state = LaunchState(Path(runs_dir, handle.run_id))
     told = state.read()
+    if told.get("job_id"):
+        return scheduled.cancel(handle, state)
     had_ended = told["exit_code"] is not None
     if host := state.elsewhere():
         if had_ended:
@@ -146,6 +165,8 @@ def _row(state: LaunchState) -> str:
 
 
 def _word(state: LaunchState, told: dict[str, Any]) -> str:
+    if told.get("job_id"):
+        return scheduled.word(state)
     if told["exit_code"] is None and state.elsewhere():
         return "elsewhere"
     if state.supervisor() is not None:

@@ -21,7 +21,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from trainer import contract, record, stop, worker
 from trainer.config import TrainConfig
-from trainer.failures import Board, Failure, of_exit, vanished
+from trainer.errors import Unavailable
+from trainer.failures import Board, Failure, of_exception, of_exit, vanished
 from trainer.rendezvous import StaticRendezvous
 from trainer.topology import Topology
 
@@ -41,6 +42,10 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
         return _run_ranks(
             config, topology, rendezvous, Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
         )
+    except Unavailable as error:
+        if topology.node_rank == 0:
+            record.close_failed(config, of_exception(error, None, 0))
+        raise
     finally:
         rendezvous.close()
 

@@ -30,6 +30,9 @@ IDENTITY: Final = {
     "TRAINER_IMAGE": "image reference as the user gave it",
     "TRAINER_IMAGE_ID": "image ID (hash of its configuration)",
     "TRAINER_IMAGE_BASE": "base image, by digest where it has one",
+    "TRAINER_SIF_SHA256": "SHA-256 of the SIF that the image was converted to",
+    "TRAINER_JOB_ID": "number that a scheduler gave the job",
+    "TRAINER_ATTEMPT": "how often the job was started anew, from 0",
     "TRAINER_GIT_REVISION": "revision of the code in the image",
     "TRAINER_GIT_DIRTY": "1 if the code differed from that revision",
 }

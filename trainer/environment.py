@@ -44,7 +44,17 @@ def gpus(device: torch.device) -> list[str]:
 def image() -> dict[str, str | None]:
     """The image this process runs in, as its launcher and its builder told; all None outside images."""
     get = os.environ.get
-    return {"reference": get("TRAINER_IMAGE"), "id": get("TRAINER_IMAGE_ID"), "base": get("TRAINER_IMAGE_BASE")}
+    return {
+        "reference": get("TRAINER_IMAGE"),
+        "id": get("TRAINER_IMAGE_ID"),
+        "base": get("TRAINER_IMAGE_BASE"),
+        "sif_sha256": get("TRAINER_SIF_SHA256"),
+    }
+
+
+def job() -> dict[str, Any]:
+    """The scheduler's number of this job, and which start of it this is, from 0."""
+    return {"job_id": os.environ.get("TRAINER_JOB_ID"), "attempt": int(os.environ.get("TRAINER_ATTEMPT", "0"))}
 
 
 def git() -> dict[str, Any]:

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from torch.distributed import PrefixStore, Store
 
 from trainer import contract
-from trainer.errors import UserError
+from trainer.errors import Unavailable, UserError
 
 SETTLE_S = 3.0  # how long an echo waits for its cause
 BEAT_S = 0.5
 VANISHED_S = 30.0  # a node whose heart has stood still for so long is gone
 LEAVE_S = 20.0
+# SIGBUS: the file system of a container vanished below it.
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGBUS)
 
 _ECHOES = (
     "closed by peer",
@@ -49,6 +51,7 @@ class Failure:
     trace: str = ""
     exit_code: int = contract.EXIT_FAILED
     plain: bool = False  # a UserError: its message says it all
+    outside: bool = False  # the run did nothing wrong: another attempt may succeed
 
     def text(self) -> str:
         """The lines to print last: the traceback if there is one, then one line that names the place."""
@@ -58,10 +61,12 @@ class Failure:
         return f"{self.trace}first failure: {who} on {self.host}: {self.message}"
 
 
-def of_exception(error: BaseException, rank: int, node_rank: int) -> Failure:
+def of_exception(error: BaseException, rank: int | None, node_rank: int) -> Failure:
     """The failure that an exception in a rank stands for; a UserError keeps its one line."""
     if isinstance(error, UserError):
-        return Failure(rank=rank, node_rank=node_rank, message=str(error), exit_code=error.exit_code, plain=True)
+        outside = isinstance(error, Unavailable)
+        message, code = str(error), error.exit_code
+        return Failure(rank=rank, node_rank=node_rank, message=message, exit_code=code, plain=True, outside=outside)
     trace = "".join(traceback.format_exception(error))
     return Failure(rank=rank, node_rank=node_rank, message=f"{type(error).__name__}: {error}", trace=trace)
 
@@ -71,14 +76,20 @@ def of_exit(exit_code: int, rank: int, node_rank: int) -> Failure:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         reason = " (out of memory?)" if name == "SIGKILL" else ""
-        return Failure(rank=rank, node_rank=node_rank, message=f"killed by {name}{reason}", exit_code=128 - exit_code)
+        return Failure(
+            rank=rank,
+            node_rank=node_rank,
+            message=f"killed by {name}{reason}",
+            exit_code=128 - exit_code,
+            outside=-exit_code in OUTSIDE_SIGNALS,
+        )
     return Failure(rank=rank, node_rank=node_rank, message=f"exit code {exit_code}", exit_code=exit_code)
 
 
 def vanished(node_rank: int, host: str) -> Failure:
     """The failure of a whole node that shows no sign of life."""
     message = "vanished: its agent was killed or its host is gone"
-    return Failure(node_rank=node_rank, host=host, message=message)
+    return Failure(node_rank=node_rank, host=host, message=message, outside=True)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -87,6 +87,7 @@ class Record:
             },
             runtime=os.environ.get("TRAINER_RUNTIME", "process"),
             image=environment.image(),
+            **environment.job(),
             environment=environment.describe(config),
             git=environment.git(),
             data={"name": config.dataset, "sha256": None},
@@ -106,7 +107,7 @@ def close_failed(config: TrainConfig, failure: Failure) -> None:
         return
     told = dataclasses.asdict(failure)
     try:
-        Record(run_folder(config)).close("failed", failure.exit_code, failure=told)
+        Record(run_folder(config)).close("failed", failure.exit_code, failure=told, **environment.job())
     except OSError as error:
         print(f"warning: run.json could not be written: {error}", file=sys.stderr, flush=True)
 

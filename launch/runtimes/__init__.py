@@ -6,17 +6,23 @@ Each module has the same functions in the same order:
     plan(job)          pure: what will be executed on each node
     start(plan)        start the nodes, return them
     clean(job)         remove what belongs to the run beside its nodes; safe to call twice
+
+Those of SCHEDULED hand the run over instead: see launch/scheduled.py.
 """
 
 import importlib
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from launch.job import Job
 from launch.plan import Plan
 from launch.supervisor import Node
 from trainer.errors import unknown_name
 
-NAMES = ("local", "docker")
+if TYPE_CHECKING:
+    from launch.scheduled import Scheduler
+
+NAMES = ("local", "docker", "singularity", "slurm")
+SCHEDULED = ("slurm",)
 
 
 class Runtime(Protocol):
@@ -36,4 +42,10 @@ def load(name: str) -> Runtime:
     if name not in NAMES:
         raise unknown_name("runtime", name, NAMES, "the runtime")
     module: Runtime = importlib.import_module(f"launch.runtimes.{name}")
+    return module
+
+
+def scheduler(name: str) -> "Scheduler":
+    """The module of a runtime that a scheduler watches over."""
+    module: Scheduler = importlib.import_module(f"launch.runtimes.{name}")
     return module

@@ -54,11 +54,11 @@ def prepare(job: Job) -> Job:
                 f"Plain processes see the host's own folders, {mount.source} cannot be at {mount.target}.",
                 "leave out --mount, or invoke docker-run",
             )
-    _cpus(job, 0)
+    cpus_of_node(job, 0)
     shares = gpus.shares(job.nodes, job.gpus_per_node)
     job = dataclasses.replace(job, name=job.name or new_run_id(job.command), gpus=shares)
     gpus.check(job.processes, shares)
-    return dataclasses.replace(job, master_port=_free_port(job))
+    return dataclasses.replace(job, master_port=free_port(job))
 
 
 def plan(job: Job) -> Plan:
@@ -84,7 +84,7 @@ def plan(job: Job) -> Plan:
 def start(plan: Plan) -> list[Node]:
     """Start the agents; they die with this process."""
     progress = {"TRAINER_PROGRESS": "bar" if sys.stdout.isatty() else "lines"}
-    return [Process(node, progress, _cpus(plan.job, node.index)) for node in plan.nodes]
+    return [Process(node, progress, cpus_of_node(plan.job, node.index)) for node in plan.nodes]
 
 
 def clean(job: Job) -> None:
@@ -94,7 +94,7 @@ def clean(job: Job) -> None:
 class Process(Node):
     """A node that is a process of this host."""
 
-    def __init__(self, node: NodePlan, more_env: dict[str, str], cpus: set[int]) -> None:
+    def __init__(self, node: NodePlan, more_env: dict[str, str], cpus: set[int], cwd: str | None = None) -> None:
         def in_child() -> None:
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -104,6 +104,7 @@ class Process(Node):
         try:
             self._process = subprocess.Popen(
                 node.argv,
+                cwd=cwd,
                 env={**more_env, **node.env},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -142,7 +143,7 @@ class Process(Node):
         self._process.stdout.close()
 
 
-def _free_port(job: Job) -> int:
+def free_port(job: Job) -> int:
     """The port asked for, or one made from the run's name below the ephemeral range. Raises UserError if taken."""
     if job.master_port is not None:
         if not _is_free(job.master_port):
@@ -165,7 +166,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _cpus(job: Job, index: int) -> set[int]:
+def cpus_of_node(job: Job, index: int) -> set[int]:
     """The CPUs of a node: its share of --cpus, or all. Raises UserError if this host has too few."""
     available = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     if job.cpus is None or not available:
