@@ -60,7 +60,7 @@ def job() -> dict[str, Any]:
 def git() -> dict[str, Any]:
     """Revision of the running code: told by the image, else asked of the checkout this module lies in."""
     if "TRAINER_GIT_REVISION" in os.environ:
-        dirty = os.environ.get("TRAINER_GIT_DIRTY") == "1"
+        dirty = {"1": True, "0": False}.get(os.environ.get("TRAINER_GIT_DIRTY", ""))
         return {"revision": os.environ["TRAINER_GIT_REVISION"] or None, "dirty": dirty}
     revision = _git("rev-parse", "HEAD")
     return {"revision": revision, "dirty": bool(_git("status", "--porcelain")) if revision else None}

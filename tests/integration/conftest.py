@@ -59,15 +59,80 @@ def image(engine: Any) -> Iterator[str]:
     return IMAGE
 
 
+class Cluster:
+    """The project's own Slurm cluster; /shared on its nodes is a folder of this host."""
+
+    PROGRAM = ROOT / "slurm" / "cluster" / "cluster"
+    SHARED = ROOT / "build" / "cluster"
+
+    def up(self) -> None:
+        subprocess.run([self.PROGRAM, "up"], check=True, timeout=600, stdout=subprocess.DEVNULL)
+
+    def lab(self, *words: str, timeout: float = 120, check: bool = False) -> "subprocess.CompletedProcess[str]":
+        """Run a command on the login node as the ordinary user `lab`, in the project's folder."""
+        return subprocess.run(
+            [self.PROGRAM, "sh", *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=check,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def start(self, *words: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen([self.PROGRAM, "sh", *words], stdout=subprocess.DEVNULL, text=True)
+
+    def on(self, node: str, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command on a node as root."""
+        program = os.environ.get("DOCKER", "docker")
+        name = os.environ.get("CLUSTER_NAME", "intermodal-cluster")
+        return subprocess.run([program, "exec", f"{name}-{node}", *words], capture_output=True, text=True, check=False)
+
+    def power(self, verb: str, node: str) -> None:
+        subprocess.run([self.PROGRAM, "node", node, verb], check=True, timeout=120)
+
+    def wake(self) -> None:
+        """Every node has power again, whatever a test did."""
+        for node in ("c1", "c2"):
+            if self.on(node, "true").returncode:
+                self.power("start", node)
+
+    def local(self, path: str) -> Path:
+        """Where this host sees a path below /shared."""
+        return self.SHARED / path.removeprefix("/shared/")
+
+    def jobs(self) -> list[str]:
+        return self.lab("squeue", "--noheader", "--format=%i %T").stdout.split("\n")[:-1]
+
+    def processes(self) -> list[str]:
+        """What the user runs on any node."""
+        found = []
+        for node in ("login", "c1", "c2"):
+            found += self.on(node, "ps", "-u", "lab", "-o", "args=").stdout.split("\n")[:-1]
+        return found
+
+
+@pytest.fixture(scope="session")
+def cluster(image: str) -> Cluster:
+    """The cluster with the image as a SIF on its shared file system."""
+    found = Cluster()
+    found.up()
+    done = invoke("singularity-build", "--from", image, "--out", str(found.SHARED / "intermodal.sif"), timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(engine: Any) -> Iterator[None]:
     """No launcher, container, network or process of a run outlives its test; one that does is removed and told."""
+    label = {"label": RUN_LABEL}
+    before = {found.id for found in (*engine.containers.list(all=True, filters=label), *engine.networks.list())}
     yield
     for process in _STARTED:
         process.kill()
     _STARTED.clear()
-    label = {"label": RUN_LABEL}
-    containers, networks = engine.containers.list(all=True, filters=label), engine.networks.list(filters=label)
+    containers = [found for found in engine.containers.list(all=True, filters=label) if found.id not in before]
+    networks = [found for found in engine.networks.list(filters=label) if found.id not in before]
     for leftover in containers:
         leftover.remove(force=True)
     for leftover in networks:
