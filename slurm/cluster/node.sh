@@ -5,7 +5,6 @@ here=$(dirname "$0")
 
 # The user of the cluster is who owns the shared folder on the host; root's folder is given to the user.
 if [ "$(stat -c %u /shared)" = 0 ]; then chown lab:lab /shared; fi
-groupmod --non-unique --gid "$(stat -c %g /shared)" lab
 usermod --non-unique --uid "$(stat -c %u /shared)" lab
 chown -R lab:lab /home/lab
 chmod 666 /dev/fuse
@@ -20,17 +19,21 @@ install -d -o munge -g munge -m 700 /var/log/munge /var/lib/munge
 runuser -u munge -- munged --num-threads=2
 
 install -d /etc/slurm
-cp "$here"/{slurm,gres,cgroup}.conf "$here/job_submit.lua" /etc/slurm/
+cp "$here"/{slurm,gres}.conf "$here/job_submit.lua" /etc/slurm/
 install -o slurm -g slurm -m 600 "$here/slurmdbd.conf" /etc/slurm/
 for i in 0 1; do [ -e /dev/pretended-gpu$i ] || mknod -m 666 /dev/pretended-gpu$i c 1 3; done  # two more /dev/null
 
-if [ -d /sys/fs/cgroup/freezer ]; then
-    # cgroup v1. Docker mounts this container's part of the tree read-only.
-    mount -o remount,rw,bind /sys/fs/cgroup/freezer
+# Docker mounts this container's part of the cgroup tree read-only; Slurm is to make groups in it.
+if [ -d /sys/fs/cgroup/freezer ] && mount -o remount,rw,bind /sys/fs/cgroup/freezer; then
+    cgroups=cgroup/v1
+elif [ -e /sys/fs/cgroup/cgroup.procs ] && mount -o remount,rw,bind /sys/fs/cgroup; then
+    cgroups=cgroup/v2
 else
+    # Every signal for a job then reaches the helpers of Apptainer, too, and the job may lose its file system.
+    cgroups=disabled
     sed -i 's,^ProctrackType=.*,ProctrackType=proctrack/linuxproc,' /etc/slurm/slurm.conf
-    echo 'CgroupPlugin=disabled' >/etc/slurm/cgroup.conf
 fi
+printf 'CgroupPlugin=%s\nIgnoreSystemd=yes\n' $cgroups >/etc/slurm/cgroup.conf
 
 if [ "$1" = compute ]; then
     install -d /var/spool/slurmd
