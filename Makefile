@@ -24,13 +24,19 @@ setup: $(READY)  ## create .venv and install everything into it, once
 	.venv/bin/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --no-index --editable .
 	touch $@
 
+setup-launcher:  ## only what launching needs (no torch), for the login node of a cluster
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' 2>/dev/null || { echo >&2 \
+	    'error: $(PYTHON) is not a Python 3.10 or newer with venv. HINT: module load python, or make setup-launcher PYTHON=...'; exit 1; }
+	[ -x .venv/bin/python ] || $(PYTHON) -m venv .venv
+	.venv/bin/pip install --disable-pip-version-check --quiet --require-hashes -r containers/launcher.lock
+
 train: setup  ## train on handwritten digits with two processes
 	$(PY) -m invoke local-run --nproc-per-node $(NPROC) -- --workload mnist
 
 test: setup  ## run the hermetic tests (no Docker, no network, under 3 minutes)
 	$(PY) -m pytest tests/unit
 
-integration: setup  ## run the tests that need a Docker engine
+integration: setup  ## run the tests that need a Docker engine and a Slurm cluster made of containers
 	$(PY) -m pytest tests/integration
 
 lint: setup  ## ruff
@@ -49,4 +55,4 @@ lock: setup  ## write the lock files anew (needs uv: pip install uv)
 clean:  ## remove what was built; runs/ and data/ stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup train test integration lint types bench lock clean
+.PHONY: help setup setup-launcher train test integration lint types bench lock clean

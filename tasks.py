@@ -110,12 +110,14 @@ def build(
 
 @task(help={**BUILD_HELP, "tag": "name of the test image (default: intermodal:test)"}, auto_shortflags=False)
 @friendly
-def test(c: Context, base: str = "ngc", tag: str = "intermodal:test", os_image: str = "debian:bookworm-slim") -> None:
+def test(c: Context, base: str = "ngc", tag: str = "intermodal:test", os_image: str = "debian:bookworm-slim") -> int:
     """Run `make test` inside the image: invoke test --base cpu"""
     from launch import images, shell
 
     images.build(base, tag, os_image, target="test")
-    shell.run([images.docker(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", tag, "make", "test"])
+    return shell.code(
+        [images.docker(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", tag, "make", "test"]
+    )
 
 
 SIF_HELP = {
@@ -146,18 +148,16 @@ def singularity_shell(c: Context, image: str = "intermodal.sif") -> int:
     return singularity.enter(image, ["bash"])
 
 
-@task(help={**BUILD_HELP, "out": "SIF of the test image (default: intermodal-test.sif)"}, auto_shortflags=False)
+@task(help={"image": "SIF of the test image (default: intermodal-test.sif)"}, auto_shortflags=False)
 @friendly
-def singularity_test(
-    c: Context, base: str = "ngc", out: str = "intermodal-test.sif", os_image: str = "debian:bookworm-slim"
-) -> int:
-    """Run `make test` inside a SIF of the test image: invoke singularity-test --base cpu"""
-    from launch import images, sif
+def singularity_test(c: Context, image: str = "intermodal-test.sif") -> int:
+    """Run `make test` inside a SIF of the test image, which `invoke test` builds"""
     from launch.runtimes import singularity
 
-    images.build(base, "intermodal:test", os_image, target="test")
-    sif.build("intermodal:test", Path(out))
-    return singularity.enter(out, ["make", "test"])
+    if not Path(image).exists():
+        build = f"invoke singularity-build --from intermodal:test --out {image}"
+        raise UserError(f"There is no SIF {image}.", f"invoke test, and {build}, where there is Docker")
+    return singularity.enter(image, ["make", "test"])
 
 
 RUNS_HELP = {"handle": "as the run printed it, such as docker://RUN", "runs-dir": "folder of the runs (default: runs)"}

@@ -30,9 +30,13 @@ def output(argv: Sequence[str]) -> str | None:
 
 def run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
     """Run a program with its output shown. Raises UserError with the command if it fails."""
+    if failed := code(argv, env):
+        raise UserError(f"`{quote(argv)}` ended with exit code {failed}.", "its output above says why")
+
+
+def code(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a program with its output shown and return its exit code. Raises UserError if there is no such program."""
     try:
-        code = subprocess.run(argv, env=env, check=False).returncode
+        return subprocess.run(argv, env=env, check=False).returncode
     except FileNotFoundError:
         raise UserError(f"The program {argv[0]} is not installed.", f"install {argv[0]}") from None
-    if code:
-        raise UserError(f"`{quote(argv)}` ended with exit code {code}.", "its output above says why")

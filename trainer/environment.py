@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def agreed_facts(config: TrainConfig, topology: Topology) -> dict[str, Any]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "image": os.environ.get("TRAINER_IMAGE_ID"),
     }
+
+
+def process_started() -> float:
+    """When this process was started, in seconds since 1970 (proc(5): field 22 of stat, in clock ticks since boot)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return round(time.time(), 3)
+    return round(time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK"), 3)
 
 
 def _git(*arguments: str) -> str | None:

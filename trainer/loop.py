@@ -84,6 +84,8 @@ class Trainer:
         self.clock = Stopwatch(self.world.device, self.trained_s)
         while self.step < self.total_steps:
             loss = self.train_step()
+            if self.record and self.step == self.resumed_at + 1:
+                self.record.mark("first_step")
             last = self.step == self.total_steps
             if last or self.step % self.config.log_every == 0:
                 self.log(loss, progress)
@@ -178,6 +180,7 @@ class Trainer:
         if self.world.is_main:
             folder = record.run_folder(self.config)
             self.record, self.metrics = record.Record(folder), record.Metrics(folder, self.step)
+            self.record.mark("joined")
             self.record.change(
                 data={"name": data.name, "sha256": data.sha256()}, gpus=environment.gpus(self.world.device)
             )

@@ -70,6 +70,10 @@ class Record:
         temporary.write_text(json.dumps({**self.read(), **values}, indent=2) + "\n")
         os.replace(temporary, self.path)
 
+    def mark(self, name: str) -> None:
+        """Write when something was reached, in seconds since 1970."""
+        self.change(timeline={**self.read().get("timeline", {}), name: round(time.time(), 3)})
+
     def start(self, config: TrainConfig, topology: Topology) -> None:
         """Write what is known before the first step. `started_at` of an earlier attempt is kept."""
         self.change(
@@ -92,6 +96,7 @@ class Record:
             git=environment.git(),
             data={"name": config.dataset, "sha256": None},
             started_at=self.read().get("started_at") or now(),
+            timeline={"process": environment.process_started(), "met": round(time.time(), 3)},
             finished_at=None,
             failure=None,
             result=None,

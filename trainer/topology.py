@@ -181,6 +181,12 @@ def _read_nothing(env: Env, nproc: int | None) -> Topology:
     return Topology(source="nothing", nproc_per_node=nproc or 1)
 
 
+def _in_step(env: Env) -> bool:
+    """True inside srun. The batch script itself is a step too, numbered -5 or 2**32 - 5 (slurm.h, SLURM_BATCH_SCRIPT)."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isascii() and step.isdigit() and int(step) < 2**32 - 16
+
+
 # The first row that applies wins: a launcher inside another (torchrun in srun, mpirun in Slurm) comes first.
 TABLE = (
     Row("torchrun", lambda env: "RANK" in env and "LOCAL_RANK" in env, _read_ranks),
@@ -188,7 +194,7 @@ TABLE = (
     Row("Open MPI", lambda env: "OMPI_COMM_WORLD_RANK" in env, _read_mpi),
     Row("PyTorchJob", lambda env: "RANK" in env and "WORLD_SIZE" in env, _read_pytorchjob),
     Row("Indexed Job", lambda env: "JOB_COMPLETION_INDEX" in env, _read_indexed_job),
-    Row("Slurm", lambda env: "SLURM_PROCID" in env and "SLURM_STEP_ID" in env, _read_slurm),
+    Row("Slurm", lambda env: "SLURM_PROCID" in env and _in_step(env), _read_slurm),
     Row("Slurm batch script", lambda env: "SLURM_JOB_ID" in env, _read_slurm_batch),
     Row("nothing", lambda env: True, _read_nothing),
 )

@@ -26,8 +26,8 @@ _CHOICES = ("ACCOUNT", "CLUSTERS", "CONSTRAINT", "EXCLUDE", "PARTITION", "QOS", 
 _LOCAL_DISKS = ("tmpfs", "ramfs", "devtmpfs")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING")
+# By a word of Slurm's message; the partition is named in many.
 _HINTS = {
-    "partition": "--partition with one that `sinfo` shows",
     "account": "--account with one that `sacctmgr show associations user=$USER` shows",
     "qos": "--qos with one that `sacctmgr show associations user=$USER` shows",
     "reservation": "--reservation with one that `scontrol show reservations` shows",
@@ -35,6 +35,7 @@ _HINTS = {
     "node count": "fewer --nodes, or another --partition; `sinfo` shows how many there are",
     "node configuration": "fewer --nodes, --cpus, --memory-gb or GPUs; `sinfo -N -l` shows what nodes have",
     "gres": "--gpus-per-node or --gres as `sinfo -o %G` shows",
+    "partition": "--partition with one that `sinfo` shows",
 }
 
 

@@ -13,7 +13,7 @@ from tests.conftest import HOSTILE
 from tests.integration.conftest import Cluster, until
 
 SIF = "/shared/intermodal.sif"
-LONG = ("--epochs", "60", "--checkpoint-every", "100")  # about 20 s after the start
+LONG = ("--epochs", "30", "--checkpoint-every", "100")  # about 10 s after the start
 
 
 @pytest.fixture
@@ -36,8 +36,9 @@ def _nobody_stays(cluster: Cluster) -> Iterator[None]:
 
 def launch(cluster: Cluster, runs: str, *words: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
     """`invoke singularity-run` on the login node."""
-    own = [] if any(word.startswith("--image") for word in words) else ["--image", SIF]
-    return cluster.lab("invoke", "singularity-run", *own, "--runs-dir", runs, *words, timeout=timeout)
+    own = {"--image": SIF, "--runs-dir": runs}
+    given = [word for flag, value in own.items() if flag not in words for word in (flag, value)]
+    return cluster.lab("invoke", "singularity-run", *given, *words, timeout=timeout)
 
 
 def record(cluster: Cluster, runs: str, name: str) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def test_an_interrupted_job_goes_on_and_ends_with_the_same_bits(
     cluster: Cluster, runs: str, how: str, undisturbed: str
 ) -> None:
     job = detach(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    reach(cluster, runs, "run", 200)
+    reach(cluster, runs, "run", 110)
     if how == "a node loses power":
         cluster.power("kill", "c2")
         cluster.power("down", "c2")
@@ -117,7 +118,7 @@ def test_an_interrupted_job_goes_on_and_ends_with_the_same_bits(
     told = record(cluster, runs, "run")
     assert told["status"] == "done", lines
     assert told["result"]["weights_sha256"] == undisturbed
-    assert told["result"]["resumed_at"] >= 200
+    assert told["result"]["resumed_at"] >= 100
     assert (told["attempt"], told["job_id"]) == (1, job)
     assert "resuming at step" in cluster.local(f"{runs}/run/attempt-1.log").read_text()
 
@@ -126,7 +127,7 @@ def test_a_node_that_is_silently_gone_is_noticed_and_the_job_goes_on(
     cluster: Cluster, runs: str, undisturbed: str
 ) -> None:
     detach(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    reach(cluster, runs, "run", 200)
+    reach(cluster, runs, "run", 110)
     cluster.power("kill", "c2")
     log = cluster.local(f"{runs}/run/attempt-0.log")
     until(lambda: "vanished" in log.read_text(), "the head says that a node is gone", 60)

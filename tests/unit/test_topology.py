@@ -101,6 +101,11 @@ def test_a_batch_script_of_one_task_runs_without_srun():
     assert (place.nnodes, place.nproc_per_node, place.rank, place.master_addr) == (1, 2, None, "127.0.0.1")
 
 
+@pytest.mark.parametrize("step", ["-5", "4294967291"])
+def test_a_batch_script_is_no_step_even_if_slurm_numbers_it(step):
+    assert resolve({**BATCH, "SLURM_STEP_ID": step}).source == "nothing"
+
+
 def test_without_any_launcher_there_is_one_node_on_any_free_port():
     place = resolve({})
     assert (place.source, place.world_size, place.rank, place.master_port) == ("nothing", 1, None, 0)
