@@ -182,7 +182,7 @@ def _read_nothing(env: Env, nproc: int | None) -> Topology:
 
 
 def _in_step(env: Env) -> bool:
-    """True inside srun. The batch script itself is a step too, numbered -5 or 2**32 - 5 (slurm.h, SLURM_BATCH_SCRIPT)."""
+    """True inside srun. The batch script has a step number too: -5, or 2**32 - 5 (slurm.h, SLURM_BATCH_SCRIPT)."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isascii() and step.isdigit() and int(step) < 2**32 - 16
 

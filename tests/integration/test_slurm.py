@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import HOSTILE
-from tests.integration.conftest import Cluster, until
+from tests.integration.conftest import OS_IMAGE, Cluster, invoke, until
 
 SIF = "/shared/intermodal.sif"
 LONG = ("--epochs", "30", "--checkpoint-every", "100")  # about 10 s after the start
@@ -373,6 +373,17 @@ def test_list_and_status_know_the_runs(cluster: Cluster, runs: str) -> None:
     finish(cluster, runs, "run")
     assert handle in cluster.lab("invoke", "list", "--runs-dir", runs).stdout
     assert "done" in cluster.lab("invoke", "status", handle, "--runs-dir", runs).stdout
+
+
+def test_make_test_passes_inside_the_sif(cluster: Cluster) -> None:
+    done = invoke("test", "--base", "cpu", "--os-image", OS_IMAGE, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    out = str(cluster.SHARED / "intermodal-test.sif")
+    done = invoke("singularity-build", "--from", "intermodal:test", "--out", out, timeout=1200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = cluster.lab("invoke", "singularity-test", "--image", "/shared/intermodal-test.sif", timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
 
 
 def test_a_shell_opens_inside(cluster: Cluster) -> None:

@@ -2,12 +2,17 @@
 
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launch import images
+
 ROOT = Path(__file__).parent.parent.parent
+NAME = "intermodal-readme"  # of the cluster, beside that of the other tests
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
@@ -19,13 +24,52 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def login_node(clone: Path) -> Iterator[None]:
+    """A test cluster whose home folders are shared by all nodes; a user has put a clone and the SIF there."""
+    shared = clone / "build" / "cluster"
+    shared.mkdir(parents=True, exist_ok=True)
+    for path in clone.glob("intermodal.sif*"):
+        shutil.copy2(path, shared)
+    with images._secrets() as secrets:  # pip of that host needs what pip of this host needs
+        for name, secret in zip(("pip.conf", "ca.pem"), secrets, strict=False):
+            shutil.copy(secret.rpartition("src=")[2], shared / name)
+    cluster(clone, "up")
+    cluster(clone, "sh", "git", "config", "--global", "safe.directory", "*")
+    cluster(clone, "sh", "git", "clone", "--quiet", "/shared/project", "/home/lab/intermodal")
+    cluster(clone, "sh", "sh", "-c", "ln -s /shared/intermodal.sif* ~/intermodal")
+    yield
+    cluster(clone, "down")
+
+
+def cluster(clone: Path, *words: str) -> None:
+    env = {**os.environ, "CLUSTER_NAME": NAME}
+    subprocess.run([clone / "slurm/cluster/cluster", *words], check=True, stdout=subprocess.DEVNULL, env=env)
+
+
+def on_the_login_node(block: str) -> list[str]:
+    prepare = """
+    unset INTERMODAL_PYTHON
+    export PIP_CONFIG_FILE=/shared/pip.conf
+    [ ! -e /shared/ca.pem ] || export PIP_CERT=/shared/ca.pem
+    cd ~/intermodal
+    """
+    return ["slurm/cluster/cluster", "sh", "bash", "-c", f"set -euo pipefail\n{prepare}\n{block}"]
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.split("\n")[0][:40].strip() for block in BLOCKS])
-def test_the_commands_work(clone: Path, block: str) -> None:
+def test_the_commands_work(clone: Path, block: str, request: pytest.FixtureRequest) -> None:
+    if "invoke singularity-build" in block:
+        _spare_the_conversion(clone)
     drop = ("VIRTUAL_ENV", "PYTHONPATH", "INTERMODAL_PYTHON")
-    env = {key: value for key, value in os.environ.items() if key not in drop}
+    env = {key: value for key, value in os.environ.items() if key not in drop} | {"CLUSTER_NAME": NAME}
     script = f"set -euo pipefail\n[ ! -d .venv ] || . .venv/bin/activate\n{block}"
+    argv = ["bash", "-c", script]
+    if block.startswith("# on a login node"):
+        request.getfixturevalue("login_node")
+        argv = on_the_login_node(block)
     done = subprocess.run(
-        ["bash", "-c", script],
+        argv,
         cwd=clone,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -35,6 +79,12 @@ def test_the_commands_work(clone: Path, block: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     _check(block, done.stdout)
+
+
+def _spare_the_conversion(clone: Path) -> None:
+    """The integration tests have made a SIF of the same image: it is up to date here, too."""
+    for path in (ROOT / "build" / "cluster").glob("intermodal.sif*"):
+        shutil.copy2(path, clone)
 
 
 def _check(block: str, output: str) -> None:
