@@ -9,18 +9,20 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch import shell
+from launch import oci, shell
 from trainer.errors import UserError, unknown_name
 
 DEFAULT = "intermodal.sif"
@@ -32,7 +34,9 @@ COMPRESSIONS = {
     "none": "-no-compression",
 }
 _MAGIC, _MAGIC_AT = b"SIF_MAGIC", 32  # the launch script line of a SIF comes first, 32 bytes
-_NEEDS = 3.0  # temporary space over an image's size: its archive, its layers, its unpacked tree
+# What reading a damaged archive, or one that holds something else, may raise.
+_NO_IMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, LookupError, ValueError, TypeError, AttributeError)
+_NEEDS = 3.0  # temporary space over an image's size: its layers, Apptainer's copy of them, the unpacked tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,11 +81,10 @@ def build(text: str, out: Path, compression: str = "zstd") -> Identity:
         return known
     _check_folder(out, source.size)
     with _work_folder(source.size) as work:
-        archive = work / "image.tar"
-        _provide(source, archive)
+        uri = _provide(source, work)
         made = work / "image.sif" if not _own_program() else out.with_name(f".{out.name}.{os.getpid()}.partial")
         try:
-            converter = _convert(f"{source.kind}:{archive}", made, compression, work)
+            converter = _convert(uri, made, compression, work)
             return _finish(made, out, source, compression, converter)
         finally:
             made.unlink(missing_ok=True)
@@ -166,12 +169,12 @@ def _read_archive(archive: Path, kind: str) -> tuple[str, dict[str, str]]:
         with tarfile.open(archive) as tar:
             name = _oci_config(tar) if kind == "oci-archive" else _member(tar, "manifest.json")[0]["Config"]
             content = _bytes(tar, name)
+        labels = (json.loads(content).get("config") or {}).get("Labels") or {}
     except OSError as error:
         raise UserError(f"Cannot read {archive}: {error.strerror or error}.", "give an archive of one image") from None
-    except (tarfile.TarError, KeyError, IndexError, ValueError) as error:
+    except _NO_IMAGE as error:
         hint = f"docker save IMAGE > FILE, and --from {kind}:FILE"
-        raise UserError(f"{archive} holds no image ({error}).", hint) from None
-    labels = (json.loads(content).get("config") or {}).get("Labels") or {}
+        raise UserError(f"{archive} holds no image ({str(error).partition(chr(10))[0]}).", hint) from None
     return "sha256:" + hashlib.sha256(content).hexdigest(), labels
 
 
@@ -196,6 +199,8 @@ def _bytes(tar: tarfile.TarFile, name: str) -> bytes:
 
 def _check_folder(out: Path, size: int) -> None:
     folder = out.absolute().parent
+    if out.is_dir():
+        raise UserError(f"{out} is a folder.", "--out FILE.sif")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"Cannot write to {folder}.", "--out with a writable folder")
     _check_space(folder, size, "--out on another disk")
@@ -216,24 +221,41 @@ def _check_space(folder: Path, needed: int, hint: str) -> None:
         raise UserError(f"{folder} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB are needed.", hint)
 
 
-def _provide(source: Source, archive: Path) -> None:
-    """The image as an archive at `archive`, a name without surprises."""
-    if source.archive:
-        archive.symlink_to(source.archive)
-        return
-    from launch.runtimes import docker as engine
-
-    image = engine.connect().images.get(source.image_id)
-    done, shown = 0, 0
+def _provide(source: Source, work: Path) -> str:
+    """The image as a layout in the working folder, as a URI."""
     try:
-        with archive.open("wb") as file:
-            for chunk in image.save(chunk_size=1 << 22):
-                done += file.write(chunk)
-                if done * 10 // source.size > shown and shown < 10:
-                    shown = done * 10 // source.size
-                    print(f"saving {source.name}: {done / 1e9:.1f} of about {source.size / 1e9:.1f} GB", flush=True)
+        if source.archive and source.kind == "oci-archive":
+            with tarfile.open(source.archive) as tar:
+                tar.extractall(work / "image", filter="data")
+        else:
+            oci.unpack(_chunks(source), work / "image")
     except OSError as error:
         raise UserError(f"Cannot save {source.name}: {error}.", "TMPDIR=FOLDER on another disk") from None
+    return f"oci:{work}/image"
+
+
+def _chunks(source: Source) -> Iterator[bytes]:
+    """What `docker save` writes, from the engine or from a file, with a line for every tenth of it."""
+    done, shown = 0, 0
+    for chunk in _read_file(source.archive) if source.archive else _save(source.image_id):
+        yield chunk
+        done += len(chunk)
+        if done * 10 // source.size > shown and shown < 10:
+            shown = done * 10 // source.size
+            print(f"saving {source.name}: {done / 1e9:.1f} of about {source.size / 1e9:.1f} GB", flush=True)
+
+
+def _save(image_id: str) -> Iterator[bytes]:
+    from launch.runtimes import docker as engine
+
+    chunks: Iterator[bytes] = engine.connect().images.get(image_id).save(chunk_size=1 << 22)
+    return chunks
+
+
+def _read_file(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            yield chunk
 
 
 def _own_program() -> str | None:
@@ -244,7 +266,7 @@ def _convert(uri: str, made: Path, compression: str, work: Path) -> str:
     """Run the conversion, its lines shown as they come; returns what converted. Raises UserError if it fails."""
     program = _own_program()
     words = ["build", "--disable-cache", "--mksquashfs-args", COMPRESSIONS[compression], str(made), uri]
-    prefix = [program] if program else _program_in_docker(work, Path(uri.partition(":")[2]))
+    prefix = [program] if program else _program_in_docker(work)
     environment = {"APPTAINER_TMPDIR": str(work), "SINGULARITY_TMPDIR": str(work), "SOURCE_DATE_EPOCH": "0"}
     print(f"converting with {Path(prefix[0]).name}, compression {compression}", flush=True)
     lines = _stream(["env", *(f"{key}={value}" for key, value in environment.items()), *prefix, *words])
@@ -268,7 +290,7 @@ def _stream(argv: list[str]) -> list[str]:
     return lines
 
 
-def _program_in_docker(work: Path, archive: Path) -> list[str]:
+def _program_in_docker(work: Path) -> list[str]:
     """Apptainer in a container, for hosts that have Docker only. It needs no right but a name for its user."""
     from launch import images
     from launch.runtimes.docker import NOBODY
@@ -278,8 +300,6 @@ def _program_in_docker(work: Path, archive: Path) -> list[str]:
     account = work / "passwd"
     account.write_text(f"user:x:{user}:{group}::{work}:/bin/sh\n")
     work.chmod(0o700 if os.getuid() else 0o777)
-    real = archive.resolve()
-    reads = [f"--mount=type=bind,source={real},target={archive},readonly"] if real != archive else []
     return [
         images.docker(),
         "run",
@@ -290,7 +310,6 @@ def _program_in_docker(work: Path, archive: Path) -> list[str]:
         "--security-opt=no-new-privileges",
         f"--mount=type=bind,source={work},target={work}",
         f"--mount=type=bind,source={account},target=/etc/passwd,readonly",
-        *reads,
         *(f"--env={key}={work}" for key in ("APPTAINER_TMPDIR", "TMPDIR", "HOME")),
         "--env=SOURCE_DATE_EPOCH=0",
         tag,
