@@ -57,6 +57,8 @@ OWNED = {
     "signal": "the script",
     "test-only": "--check",
     "time": "--time-limit-min",
+    "usage": "sbatch itself",
+    "version": "sbatch itself",
     "tres-per-task": "--cpus",
     "wait": "the launcher",
     "wrap": "the script",

@@ -8,7 +8,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -28,7 +28,9 @@ CANCEL_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What a scheduler says of a job: pending, running, ended or gone, its own words, and the exit code if ended."""
+    """What a scheduler says of a job: pending, running, ended, gone or unknown (no answer), its own words, and the exit
+    code if ended.
+    """
 
     word: str
     detail: str
@@ -61,10 +63,10 @@ def submit(plan: Plan, state: LaunchState, *, detach: bool) -> End:
     if detach:
         return End(contract.EXIT_DONE)
     with _Interrupts(scheduler, job_id) as interrupts:
-        for line in lines(handle, state, follow=True):
+        for line in lines(handle, state, follow=True, until=lambda: interrupts.count > 1):
             print(line, flush=True)
-            if interrupts.count > 1:
-                return End(contract.EXIT_FAILED, f"not followed any more; invoke status {handle}")
+    if interrupts.count > 1 and ended(state) is None:
+        return End(contract.EXIT_FAILED, f"not followed any more; invoke status {handle}")
     return ended(state) or End(contract.EXIT_FAILED, "nobody knows how it ended")
 
 
@@ -74,10 +76,10 @@ def check(plan: Plan) -> None:
 
 
 def refuse_if_going_on(state: LaunchState) -> None:
-    """Raises UserError if a job of this name is in the queue or running."""
-    if state.path.exists() and state.read().get("job_id") and ended(state) is None:
-        handle = state.read()["handle"]
-        raise UserError(f"The run {state.folder.name} is still going on.", f"invoke cancel {handle}, or another --name")
+    """Raises UserError if a run of this name is in a queue or running."""
+    if state.path.exists() and state.read().get("job_id"):
+        ended(state)
+    state.refuse_if_going_on()
 
 
 def ended(state: LaunchState) -> End | None:
@@ -98,8 +100,10 @@ def look(state: LaunchState) -> Look:
     return runtimes.scheduler(told["job"]["runtime"]).look(told["job_id"])
 
 
-def lines(handle: Handle, state: LaunchState, *, follow: bool) -> Iterator[str]:
-    """The lines of all attempts so far, and with `follow` those to come, and each change in the queue."""
+def lines(
+    handle: Handle, state: LaunchState, *, follow: bool, until: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """The lines of all attempts so far; with `follow` those to come too, and what changes in the queue, until `until`."""
     offsets: dict[Path, int] = {}
     said, since = "", time.monotonic()
     while True:
@@ -110,7 +114,7 @@ def lines(handle: Handle, state: LaunchState, *, follow: bool) -> Iterator[str]:
         yield from _new_lines(state.folder, offsets, last=not follow)
         if found.word not in ("ended", "gone"):
             since = time.monotonic()
-        if not follow or time.monotonic() - since > SETTLE_S:
+        if not follow or until() or time.monotonic() - since > SETTLE_S:
             yield from _new_lines(state.folder, offsets, last=True)
             return
         time.sleep(POLL_S)
@@ -153,10 +157,8 @@ def _verdict(state: LaunchState, told: dict[str, Any], found: Look) -> tuple[int
     outcome = state.outcome()
     own = outcome.get("job_id") == told["job_id"] and outcome.get("status") != "running"
     if own and found.exit_code != contract.EXIT_DONE and outcome.get("exit_code") is not None:
-        failure = outcome.get("failure") or {}
-        return int(outcome["exit_code"]), str(failure.get("message", "")) or found.detail
-    if found.word == "gone":
-        return (int(outcome["exit_code"]), "") if own else (contract.EXIT_FAILED, found.detail)
+        code, failure = int(outcome["exit_code"]), outcome.get("failure") or {}
+        return code, (str(failure.get("message", "")) or found.detail) if code else ""
     code = contract.EXIT_FAILED if found.exit_code is None else found.exit_code
     return code, _last_words(state.folder) or found.detail if code else ""
 

@@ -82,12 +82,17 @@ def build(text: str, out: Path, compression: str = "zstd") -> Identity:
     _check_folder(out, source.size)
     with _work_folder(source.size) as work:
         uri = _provide(source, work)
-        made = work / "image.sif" if not _own_program() else out.with_name(f".{out.name}.{os.getpid()}.partial")
+        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+        made = partial if _own_program() else work / "image.sif"
         try:
             converter = _convert(uri, made, compression, work)
-            return _finish(made, out, source, compression, converter)
+            if made != partial:
+                shutil.move(made, partial)
+            return _finish(partial, out, source, compression, converter)
+        except OSError as error:
+            raise UserError(f"Cannot write {out}: {error.strerror or error}.", "--out on another disk") from None
         finally:
-            made.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def find_source(text: str) -> Source:
@@ -174,7 +179,7 @@ def _read_archive(archive: Path, kind: str) -> tuple[str, dict[str, str]]:
         raise UserError(f"Cannot read {archive}: {error.strerror or error}.", "give an archive of one image") from None
     except _NO_IMAGE as error:
         hint = f"docker save IMAGE > FILE, and --from {kind}:FILE"
-        raise UserError(f"{archive} holds no image ({str(error).partition(chr(10))[0]}).", hint) from None
+        raise UserError(f"{archive} holds no image ({_first_line(error)}).", hint) from None
     return "sha256:" + hashlib.sha256(content).hexdigest(), labels
 
 
@@ -225,13 +230,29 @@ def _provide(source: Source, work: Path) -> str:
     """The image as a layout in the working folder, as a URI."""
     try:
         if source.archive and source.kind == "oci-archive":
-            with tarfile.open(source.archive) as tar:
-                tar.extractall(work / "image", filter="data")
+            _extract(source.archive, work / "image")
         else:
             oci.unpack(_chunks(source), work / "image")
     except OSError as error:
         raise UserError(f"Cannot save {source.name}: {error}.", "TMPDIR=FOLDER on another disk") from None
+    except _NO_IMAGE as error:
+        raise UserError(f"{source.name} holds no whole image ({_first_line(error)}).", "save it again") from None
     return f"oci:{work}/image"
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    """Plain files, and none outside `folder`. (The filters of tarfile are missing before Python 3.11.4.)"""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            target = Path(os.path.normpath(folder / member.name))
+            if (file := tar.extractfile(member) if member.isreg() else None) and target.is_relative_to(folder):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as out:
+                    shutil.copyfileobj(file, out, 1 << 20)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _chunks(source: Source) -> Iterator[bytes]:
@@ -317,11 +338,8 @@ def _program_in_docker(work: Path) -> list[str]:
     ]
 
 
-def _finish(made: Path, out: Path, source: Source, compression: str, converter: str) -> Identity:
+def _finish(partial: Path, out: Path, source: Source, compression: str, converter: str) -> Identity:
     """Give a finished SIF its name, and write its identity."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    if made != partial:
-        shutil.move(made, partial)
     if os.getuid() == 0:
         os.chown(partial, 0, 0)
     partial.chmod(0o755)

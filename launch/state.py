@@ -108,6 +108,9 @@ class LaunchState:
             return
         told, host = self.read(), self.elsewhere()
         handle = told["handle"]
+        if told.get("job_id") and told["exit_code"] is None:
+            hint = f"invoke cancel {handle}, or another --name"
+            raise UserError(f"The run {self.folder.name} is still going on.", hint)
         if host and told["exit_code"] is None:
             hint = f"invoke cancel {handle} on {host}, or another --name"
             raise UserError(f"The run {self.folder.name} was launched on host {host} and has not ended.", hint)

@@ -82,12 +82,21 @@ def _say(text: str) -> None:
 
 def status(handle: Handle, runs_dir: str) -> str:
     """What a run is doing or how it ended, a few lines."""
-    state = LaunchState(Path(runs_dir, handle.run_id))
+    state = _find(handle, runs_dir)
     told = state.read()
     lines = scheduled.status(handle, state) if told.get("job_id") else _watched_status(handle, state, told)
     metrics = state.folder / "metrics.jsonl"
     last = metrics.read_text().splitlines()[-1:] if metrics.exists() else []
     return "\n".join(lines + [f"latest   {line}" for line in last])
+
+
+def _find(handle: Handle, runs_dir: str) -> LaunchState:
+    """Raises UserError if the run is not there, or was submitted again since the handle was printed."""
+    state = LaunchState(Path(runs_dir, handle.run_id))
+    now = str(state.read()["handle"])
+    if handle.job_id and now != str(handle):
+        raise UserError(f"{handle} was followed by {now}.", f"use {now}")
+    return state
 
 
 def _watched_status(handle: Handle, state: LaunchState, told: dict[str, Any]) -> list[str]:
@@ -103,7 +112,7 @@ def _watched_status(handle: Handle, state: LaunchState, told: dict[str, Any]) ->
 
 def logs(handle: Handle, runs_dir: str, *, follow: bool) -> Iterator[str]:
     """The lines of a run so far, and with `follow` those to come until it ends."""
-    state = LaunchState(Path(runs_dir, handle.run_id))
+    state = _find(handle, runs_dir)
     if state.read().get("job_id"):
         yield from scheduled.lines(handle, state, follow=follow)
         return
@@ -123,7 +132,7 @@ def logs(handle: Handle, runs_dir: str, *, follow: bool) -> Iterator[str]:
 
 def cancel(handle: Handle, runs_dir: str) -> str:
     """Ask a run to save and end, wait for it, and remove whatever it left. Returns what happened, one line."""
-    state = LaunchState(Path(runs_dir, handle.run_id))
+    state = _find(handle, runs_dir)
     told = state.read()
     if told.get("job_id"):
         return scheduled.cancel(handle, state)

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from launch import sbatch, shell
@@ -21,6 +21,7 @@ from trainer import contract
 from trainer.errors import UserError
 
 SCRIPT = "job.sbatch"
+ANSWER_S = 60.0
 # Environment variables by which a site or a user chooses where jobs go. All others of sbatch would change the script.
 _CHOICES = ("ACCOUNT", "CLUSTERS", "CONSTRAINT", "EXCLUDE", "PARTITION", "QOS", "RESERVATION", "TIMELIMIT")
 _LOCAL_DISKS = ("tmpfs", "ramfs", "devtmpfs")
@@ -31,7 +32,7 @@ _HINTS = {
     "account": "--account with one that `sacctmgr show associations user=$USER` shows",
     "qos": "--qos with one that `sacctmgr show associations user=$USER` shows",
     "reservation": "--reservation with one that `scontrol show reservations` shows",
-    "time": "--time-limit-min with a time that the partition allows",
+    "time limit": "--time-limit-min with a time that the partition allows",
     "node count": "fewer --nodes, or another --partition; `sinfo` shows how many there are",
     "node configuration": "fewer --nodes, --cpus, --memory-gb or GPUs; `sinfo -N -l` shows what nodes have",
     "gres": "--gpus-per-node or --gres as `sinfo -o %G` shows",
@@ -83,12 +84,14 @@ def submit(plan: Plan, *, test_only: bool = False) -> str:
 
 def look(job_id: str) -> Look:
     """How Slurm says a job is doing."""
-    told = _ask(["scontrol", "show", "job", "--oneliner", job_id])
+    told, trouble = _ask("scontrol", "show", "job", "--oneliner", job_id)
     if told:
-        facts = dict(re.findall(r"(\w[\w:/]*)=(\S*)", told))
+        facts = dict(reversed(re.findall(r"(\w[\w:/]*)=(\S*)", told)))  # what a user wrote comes last
         return _look(facts["JobState"], facts.get("ExitCode", ""), facts)
+    if "invalid job id" not in trouble.lower():
+        return Look("unknown", f"Slurm does not answer ({trouble})")
     # Slurm forgets an ended job after some minutes; its accounting does not, where there is one.
-    row = _ask(["sacct", "-n", "-P", "-X", "-j", job_id, "--format=State,ExitCode,NodeList"])
+    row, _ = _ask("sacct", "-n", "-P", "-X", "-j", job_id, "--format=State,ExitCode,NodeList")
     if not row:
         return Look("gone", "Slurm does not know this job any more")
     state, code, nodes = row.splitlines()[-1].split("|")
@@ -130,11 +133,13 @@ def exit_code(state: str, text: str) -> int:
     return int(code or 0) or (128 + int(number) if number not in ("", "0") else contract.EXIT_FAILED)
 
 
-def _ask(argv: Sequence[str]) -> str | None:
+def _ask(*argv: str) -> tuple[str, str]:
+    """What a program of Slurm prints, and what it complains about."""
     try:
-        return shell.output(argv)
-    except OSError:
-        return None
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return ("" if done.returncode else done.stdout.strip()), " ".join(done.stderr.split())
 
 
 def _hint(told: str) -> str:
