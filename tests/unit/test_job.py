@@ -14,7 +14,7 @@ from trainer.errors import UserError
 
 
 def given_flags(layout=None, arguments=("--workload", "mnist"), **flags):
-    return from_flags("local", flags, layout, arguments)
+    return from_flags("slurm", flags, layout, arguments)
 
 
 def refused(**flags):
@@ -39,6 +39,16 @@ GOOD = {
     "runs_dir": ("/results", "/results"),
     "data_dir": ("/sets", "/sets"),
     "master_port": ("29500", 29500),
+    "partition": ("gpu,long", "gpu,long"),
+    "account": ("research", "research"),
+    "qos": ("normal", "normal"),
+    "constraint": ("[rack1*2&rack2*4]|(a100&ib)", "[rack1*2&rack2*4]|(a100&ib)"),
+    "exclude": ("c1,c[3-4]", "c1,c[3-4]"),
+    "reservation": ("course", "course"),
+    "gres": ("gpu:a100:2,nvme:1", "gpu:a100:2,nvme:1"),
+    "sbatch": (["--comment=it's a b", "--exclusive"], ("--comment=it's a b", "--exclusive")),
+    "data_stage": (True, True),
+    "max_restarts": ("0", 0),
 }
 
 
@@ -52,6 +62,30 @@ def test_every_flag_has_a_help_and_is_tested_here():
     assert all(len(field.metadata["help"]) > 5 for field in jobs.flags().values())
 
 
+@pytest.mark.parametrize("path", ["/a/b.sif", "a b.sif", "größe's.sif", "~/a,b.sif", "--x.sif"])
+def test_a_sif_may_have_any_name(path):
+    assert given_flags(image=path).image == path
+
+
+def test_every_runtime_has_the_common_flags_and_slurm_alone_its_own():
+    own = {*SLURMS_WORDS, "sbatch", "data_stage", "max_restarts"}
+    for runtime in ("local", "docker", "singularity"):
+        assert jobs.flags(runtime).keys() == jobs.flags().keys() - own
+    assert jobs.flags("slurm").keys() == jobs.flags().keys()
+
+
+def test_flags_that_one_runtime_has_are_told_where_they_were_given():
+    assert given_flags().only("slurm") == {}
+    job = given_flags(partition="gpu", max_restarts="0", data_stage=True, sbatch=["--exclusive"], cpus="2")
+    assert job.only("slurm") == {
+        "--partition": "gpu",
+        "--max-restarts": 0,
+        "--data-stage": True,
+        "--sbatch": ("--exclusive",),
+    }
+    assert given_flags(max_restarts="3", data_stage=False).only("slurm") == {}
+
+
 def test_auto_leaves_a_count_open():
     job = given_flags(nproc_per_node="auto", gpus_per_node="auto")
     assert (job.nproc_per_node, job.gpus_per_node, job.processes) == (None, None, 1)
@@ -59,10 +93,11 @@ def test_auto_leaves_a_count_open():
     assert dataclasses.replace(job, gpus=((), ())).processes == 1
 
 
+SLURMS_WORDS = ("partition", "account", "qos", "constraint", "exclude", "reservation", "gres")
 BAD = [
     *(("nodes", text) for text in ("0", "", "x", "-1", "1.5", "auto", "9" * 20, "1\n")),
     *(("nproc_per_node", text) for text in ("0", "gpu", "-1", "²")),
-    *(("image", text) for text in ("", "--rm", "a b", "a\nb")),
+    *(("image", text) for text in ("", "--rm", "a b", "a\nb", "a\nb.sif", "a\0.sif", "a b.sif.json")),
     *(("env", [text]) for text in ("A", "=b", "1A=b", "A B=c", "A-B=c", "", "A=b\0c", "A\n=b")),
     *(("mount", [text]) for text in ("/a", ":/b", "/a:b", "/a:/b:rx", "/a,x:/b", "/a:/b\n", "")),
     *(("cpus", text) for text in ("0", "-1", "x", "inf", "nan", "1e3", "0.0")),
@@ -71,6 +106,17 @@ BAD = [
     *(("name", text) for text in ("", "A", "a/b", "-a", "a-", "a_b", "a" * 53, "..", "a\n")),
     *((name, text) for name in ("runs_dir", "data_dir") for text in ("", "a\nb", "a\0b")),
     *(("master_port", text) for text in ("80", "65536", "x", "-1", "²")),
+    *(
+        (name, text)
+        for name in SLURMS_WORDS
+        for text in ("", "a b", "a\nb", "a'b", 'a"b', "a$b", "a;b", "a#b", "größe")
+    ),
+    *(
+        ("sbatch", [text])
+        for text in ("", "exclusive", "-x", "-p gpu", "--", "--p x", "--X=1", "---p", "--=1", "--a\n")
+    ),
+    *(("sbatch", [f"--comment={text}"]) for text in ('say "so"', "back\\slash", "two\nlines", "zero\0byte")),
+    *(("max_restarts", text) for text in ("-1", "x", "", "1.5", "many")),
 ]
 
 
@@ -158,7 +204,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 JOBS = st.builds(
     Job,
     command=st.lists(TEXT, min_size=1, max_size=4).map(tuple),
-    runtime=st.sampled_from(["local", "docker"]),
+    runtime=st.sampled_from(["local", "docker", "slurm"]),
     nodes=st.integers(1, 9),
     nproc_per_node=st.none() | st.integers(1, 9),
     image=st.none() | TEXT,
@@ -170,6 +216,11 @@ JOBS = st.builds(
     master_port=st.none() | st.integers(1024, 65535),
     gpus=st.lists(st.lists(TEXT, max_size=2).map(tuple), max_size=2).map(tuple),
     user=st.none() | st.just("1000:1000"),
+    partition=st.none() | TEXT,
+    sbatch=st.lists(TEXT, max_size=2).map(tuple),
+    data_stage=st.booleans(),
+    max_restarts=st.integers(0, 9),
+    sif_sha256=st.none() | TEXT,
 )
 
 

@@ -16,6 +16,7 @@ from trainer.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 KNOWN = ("local", "docker")
+WITH_SLURM = ("local", "slurm")
 
 
 def job(name="run"):
@@ -32,6 +33,22 @@ def begun(tmp_path):
 
 def test_a_handle_is_read_as_it_was_printed():
     assert Handle.parse(str(Handle("docker", "run-1")), KNOWN) == Handle("docker", "run-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "job_id"), [("slurm://run-1", ""), ("slurm://run-1/42", "42"), ("slurm://a/42_7", "42_7")]
+)
+def test_a_handle_may_hold_the_number_of_a_scheduler(text, job_id):
+    handle = Handle.parse(text, WITH_SLURM)
+    assert (handle.runtime, handle.job_id, str(handle)) == ("slurm", job_id, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["slurm://run/", "slurm://run/x", "slurm://run/42/1", "slurm:///42", "slurm://run/42\n"]
+)
+def test_what_is_no_number_of_a_scheduler_is_refused(text):
+    with pytest.raises(UserError, match=r"is not a handle \(local://RUN, slurm://RUN\)\. HINT: invoke list"):
+        Handle.parse(text, WITH_SLURM)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +106,16 @@ def test_a_change_is_whole_or_not_at_all(begun, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         begun.end(1, "boom")
     assert begun.path.read_text() == before
+
+
+def test_a_run_of_a_scheduler_forgets_who_watched_over_an_earlier_one(begun):
+    begun.end(3, "boom", ["a warning"])
+    begun.enqueue(Job(command=("train",), runtime="slurm", name="run", env=(("TOKEN", "hush"),)), "42")
+    told = begun.read()
+    assert (told["handle"], told["job_id"], told["exit_code"], told["cause"]) == ("slurm://run/42", "42", None, "")
+    assert not {"pid", "host", "born"} & told.keys()
+    assert (begun.supervisor(), begun.elsewhere()) == (None, None)
+    assert begun.path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("text", [None, "{", ""], ids=["missing", "cut off", "empty"])
