@@ -103,7 +103,7 @@ def look(state: LaunchState) -> Look:
 def lines(
     handle: Handle, state: LaunchState, *, follow: bool, until: Callable[[], bool] = lambda: False
 ) -> Iterator[str]:
-    """The lines of all attempts so far; with `follow` those to come too, and what changes in the queue, until `until`."""
+    """The lines of all attempts so far; with `follow` those to come, and what changes in the queue, until `until`."""
     offsets: dict[Path, int] = {}
     said, since = "", time.monotonic()
     while True:
@@ -160,6 +160,8 @@ def _verdict(state: LaunchState, told: dict[str, Any], found: Look) -> tuple[int
         code, failure = int(outcome["exit_code"]), outcome.get("failure") or {}
         return code, (str(failure.get("message", "")) or found.detail) if code else ""
     code = contract.EXIT_FAILED if found.exit_code is None else found.exit_code
+    if code and not list(state.folder.glob("attempt-*.log")) and found.word == "ended":
+        return code, f"{found.detail}; it left no log in {state.folder}: see that all nodes share that folder"
     return code, _last_words(state.folder) or found.detail if code else ""
 
 

@@ -68,7 +68,7 @@ def _ending(job: Job, state: LaunchState, end: End) -> str:
     if end.code == contract.EXIT_PREEMPTED:
         return f"run stopped after saving: {state.folder} (go on with --name {job.run_id} -- … --resume auto)"
     if end.code == contract.EXIT_BAD_REQUEST:
-        return f"run refused (exit code {end.code}); the error above says why"
+        return f"run refused (exit code {end.code}): {end.cause or 'the error above says why'}"
     return f"run failed with exit code {end.code}: {state.folder}: {end.cause}"
 
 

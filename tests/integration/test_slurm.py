@@ -309,6 +309,13 @@ def test_a_bad_request_is_refused_and_nothing_is_submitted(
     assert not cluster.jobs()
 
 
+def test_a_folder_that_the_nodes_cannot_see_ends_the_job_at_once(cluster: Cluster) -> None:
+    done = launch(cluster, "/var/tmp/runs", "--name", "run", "--", "--max-steps", "2")
+    cluster.lab("rm", "-rf", "/var/tmp/runs")
+    assert done.returncode == 2
+    assert "see that all nodes share that folder" in done.stdout
+
+
 def test_a_bad_request_of_the_trainer_is_never_queued_again(cluster: Cluster, runs: str) -> None:
     done = launch(cluster, runs, "-j", "2x2", "--name", "run", "--", "--batch-size", "63")
     assert done.returncode == 2
@@ -327,7 +334,7 @@ def test_the_printed_script_can_be_submitted_by_hand(cluster: Cluster, runs: str
     done = launch(cluster, runs, "-j", "2x1", "--name", "run", "--dryrun", "--", "--max-steps", "4")
     assert done.returncode == 0, done.stderr
     cluster.local(runs).mkdir(parents=True, exist_ok=True)
-    submit = 'mkdir -p "$1/run" && printf "%s\\n" "$2" > "$1/run/by-hand" && sbatch --wait "$1/run/by-hand"'
+    submit = 'mkdir -p "$1/run" && printf "%s\\n" "$2" > "$1/run/job.sbatch" && sbatch --wait "$1/run/job.sbatch"'
     cluster.on("login", "chown", "-R", "lab", runs)
     assert cluster.lab("bash", "-c", submit, "bash", runs, done.stdout).returncode == 0
     assert record(cluster, runs, "run")["status"] == "done"
