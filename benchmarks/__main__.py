@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.measure import Row, as_json, table
 from trainer.errors import UserError
 
-NAMES = ("startup", "loop", "epoch", "rebuild")
+NAMES = ("startup", "loop", "epoch", "rebuild", "convert", "slurm")
 RESULTS = Path(__file__).with_name("results.json")
 
 
