@@ -44,7 +44,7 @@ os.execve("/bin/sh", ["sh", str(home / "trainer")], own)
 # Like srun: the words after the options once a node; a signal goes to all processes of every task.
 SRUN = r"""#!/bin/bash -p
 home=${0%/bin/*}
-printf '%s\n' "$@" >"$home/srun"
+echo $$ >"$home/srun"
 while [[ $1 == --* ]]; do
     case $1 in --nodes=*) nodes=${1#*=} ;; esac
     shift
@@ -55,7 +55,9 @@ for ((node = 0; node < nodes; node++)); do
     SLURM_NODEID=$node SLURMD_NODENAME=c$((node + 1)) SLURM_TMPDIR=$home/disk/c$((node + 1)) "$@" &
     tasks+=($!)
 done
-trap 'echo USR1 >>"$home/signals"; kill -USR1 -- "${tasks[@]/#/-}"' USR1
+for signal in USR1 TERM; do
+    trap "echo $signal >>'$home/signals'; kill -$signal -- ${tasks[*]/#/-}" "$signal"
+done
 result=0
 for task in "${tasks[@]}"; do
     while kill -0 "$task" 2>/dev/null; do wait "$task"; done
@@ -74,7 +76,7 @@ case "$1 $2" in
 esac
 """
 
-SLEEP = "#!/bin/sh\nexec {sleep} 0.05\n"
+SLEEP = "#!/bin/sh\nexec {sleep} 0.1\n"
 
 
 def make_sif(path, image_id="sha256:1", content=MAGIC):
@@ -98,6 +100,7 @@ class Cluster:
 
     def __init__(self, home: Path) -> None:
         self.home, self.bin = home.resolve(), home.resolve() / "bin"
+        self.nodes_see_the_runs = True
         self._started: list[subprocess.Popen[bytes]] = []
         for folder in (self.bin, self.home / "data"):
             folder.mkdir(parents=True)
@@ -129,12 +132,14 @@ class Cluster:
         return Job(runtime="slurm", **told | values)
 
     def start(self, job: Job, attempt: int = 0, **env: str):
-        """Start a job's script as Slurm does, whose words go to slurm-42.out."""
+        """Start a job's script as Slurm does: a copy of it, whose words go to slurm-42.out."""
         folder = Path(job.runs_dir, job.run_id)
         folder.mkdir(parents=True, exist_ok=True)
-        script = folder / "job.sbatch"
+        script = self.home / "slurm_script"
         script.write_text(sbatch.render(job))
         script.chmod(0o700)
+        if self.nodes_see_the_runs:
+            shutil.copy(script, folder / "job.sbatch")
         given = {"PATH": str(self.bin), "HOME": "/home/someone", "USER": "someone"}
         given |= {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "c[1-2]"}
         given |= {"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}
