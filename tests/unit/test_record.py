@@ -2,14 +2,15 @@
 
 import json
 import os
+import signal
 
 import pytest
 import tensorboardX  # noqa: F401 sets a variable of the environment when it is imported
 import torch
 
-from trainer import contract, record
+from trainer import contract, failures, record
 from trainer.config import TrainConfig
-from trainer.errors import UserError
+from trainer.errors import Unavailable, UserError
 from trainer.failures import Failure
 from trainer.record import Metrics, Record, close_failed, new_run_id, open_folder, read_metrics
 from trainer.report import summary
@@ -48,6 +49,51 @@ def test_only_variables_that_crossed_on_purpose_are_recorded(config, monkeypatch
     told.start(config, Topology(source="nothing"))
     assert {"NCCL_DEBUG", "PET_NNODES"} <= told.read()["environment"]["env"].keys()
     assert "hush" not in told.path.read_text()
+
+
+def test_the_record_tells_the_schedulers_job_its_attempt_and_the_image(config, monkeypatch):
+    told = {"TRAINER_JOB_ID": "42", "TRAINER_ATTEMPT": "3", "TRAINER_IMAGE": "/a.sif", "TRAINER_IMAGE_ID": "sha256:1"}
+    for name, value in {**told, "TRAINER_IMAGE_BASE": "os", "TRAINER_SIF_SHA256": "2"}.items():
+        monkeypatch.setenv(name, value)
+    record_ = Record(open_folder(config))
+    record_.start(config, Topology(source="nothing"))
+    assert (record_.read()["job_id"], record_.read()["attempt"]) == ("42", 3)
+    assert record_.read()["image"] == {"reference": "/a.sif", "id": "sha256:1", "base": "os", "sif_sha256": "2"}
+
+
+def test_without_a_scheduler_and_an_image_there_is_none_to_tell(started):
+    told = started.read()
+    assert (told["job_id"], told["attempt"]) == (None, 0)
+    assert set(told["image"].values()) == {None}
+
+
+def test_a_failure_is_that_of_the_job_and_attempt_in_which_it_happened(started, config, monkeypatch):
+    monkeypatch.setenv("TRAINER_JOB_ID", "43")
+    monkeypatch.setenv("TRAINER_ATTEMPT", "1")
+    close_failed(config, failures.vanished(1, "c2"))
+    told = started.read()
+    assert (told["job_id"], told["attempt"], told["failure"]["outside"]) == ("43", 1, True)
+
+
+UNKNOWN = UserError("There is no such thing.", "another one")
+OUTSIDE = {
+    "a node that vanished": (failures.vanished(1, "c2"), True),
+    "something that may come back": (failures.of_exception(Unavailable("No node 1.", "wait"), 0, 0), True),
+    "a rank that was killed": (failures.of_exit(-signal.SIGKILL, 0, 0), True),
+    "a rank that was told to end": (failures.of_exit(-signal.SIGTERM, 0, 0), True),
+    "a file system that vanished": (failures.of_exit(-signal.SIGBUS, 0, 0), True),
+    "a bad request": (failures.of_exception(UNKNOWN, 0, 0), False),
+    "an exception": (failures.of_exception(ValueError("boom"), 0, 0), False),
+    "a crash": (failures.of_exit(-signal.SIGSEGV, 0, 0), False),
+    "an abort": (failures.of_exit(-signal.SIGABRT, 0, 0), False),
+    "an exit code": (failures.of_exit(3, 0, 0), False),
+}
+
+
+@pytest.mark.parametrize(("failure", "outside"), OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_a_failure_says_whether_another_attempt_may_succeed(failure, outside):
+    assert failure.outside is outside
+    assert failure.exit_code not in (contract.EXIT_DONE, contract.EXIT_PREEMPTED)
 
 
 def test_a_later_attempt_keeps_the_first_start_and_forgets_the_failure(started, config):
