@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,14 @@ import pytest
 from launch.job import Job, Mount
 from launch.job import name as job_name
 from launch.plan import NodePlan, Plan, new_run_id, node_environment
-from launch.runtimes import docker, local
+from launch.runtimes import docker, local, singularity
 from trainer import contract
 from trainer.topology import resolve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 IMAGE_ID = "sha256:" + "0123456789abcdef" * 4
 COMMAND = ("train", "--workload", "mnist", "--dataset", "digits")
-RUNTIMES = {"local": local, "docker": docker}
+RUNTIMES = {"local": local, "docker": docker, "singularity": singularity}
 
 
 @pytest.fixture
@@ -31,6 +32,8 @@ def host(monkeypatch, tmp_path):
     for name, value in kept.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", "/opt/venv/bin/python3")
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.setattr(singularity, "program", lambda: "/usr/bin/apptainer")
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -49,6 +52,8 @@ def prepared(folder, runtime="local", **values):
     }
     if runtime == "docker":
         told |= {"image": "intermodal:latest", "image_id": IMAGE_ID, "user": "1000:1000"}
+    if runtime == "singularity":
+        told |= {"image": f"{folder}/intermodal.sif", "image_id": IMAGE_ID, "sif_sha256": "89ab" * 16}
     return Job(runtime=runtime, **told | values)
 
 
@@ -79,7 +84,16 @@ CASES = {
     ),
     "docker": ("docker", lambda folder: {}),
     "docker-everything": ("docker", everything),
+    "singularity": ("singularity", lambda folder: {}),
+    "singularity-everything": ("singularity", everything),
 }
+
+
+def inside(node):
+    """The variables that a node has inside its container, if it is one."""
+    prefix = "APPTAINERENV_"
+    prefixed = any(name.startswith(prefix) for name in node.env)
+    return {name.removeprefix(prefix): node.env[name] for name in node.env if name.startswith(prefix * prefixed)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,12 +101,13 @@ def test_the_script_is_the_one_on_file(name, host):
     runtime, values = CASES[name]
     script = RUNTIMES[runtime].plan(prepared(host, runtime, **values(host))).script()
     path = GOLDEN / f"{name}.sh"
-    assert script.replace(str(host), "/srv") + "\n" == path.read_text()
+    script = script.replace(str(host), "/srv").replace(f"/tmp/intermodal-{os.getuid()}-", "/tmp/intermodal-1000-")
+    assert script + "\n" == path.read_text()
 
 
 def test_every_script_on_file_belongs_to_a_test_and_bash_can_read_it():
-    assert {path.name for path in GOLDEN.iterdir()} == {f"{name}.sh" for name in CASES}
-    for path in GOLDEN.iterdir():
+    assert {path.name for path in GOLDEN.glob("*.sh")} == {f"{name}.sh" for name in CASES}
+    for path in GOLDEN.glob("*.sh"):
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
@@ -107,7 +122,7 @@ def test_a_plan_is_pure(runtime, host):
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_every_node_of_a_plan_resolves_to_its_place(runtime, host):
     plan = RUNTIMES[runtime].plan(prepared(host, runtime, nodes=3, nproc_per_node=2))
-    places = [resolve(node.env) for node in plan.nodes]
+    places = [resolve(inside(node)) for node in plan.nodes]
     assert [place.node_rank for place in places] == [0, 1, 2]
     assert {(place.nnodes, place.nproc_per_node, place.rank) for place in places} == {(3, 2, None)}
     assert len({(place.master_addr, place.master_port) for place in places}) == 1
@@ -118,8 +133,8 @@ def test_only_what_is_allowed_or_asked_for_crosses(runtime, host):
     plan = RUNTIMES[runtime].plan(prepared(host, runtime, env=(("ASKED", "for"),)))
     assert "hush" not in plan.script()
     (node,) = plan.nodes
-    assert (node.env["NCCL_DEBUG"], node.env["ASKED"]) == ("WARN", "for")
-    ours = {name for name in node.env if name.startswith(("TRAINER_", "PET_"))}
+    assert (inside(node)["NCCL_DEBUG"], inside(node)["ASKED"]) == ("WARN", "for")
+    ours = {name for name in inside(node) if name.startswith(("TRAINER_", "PET_"))}
     assert ours - contract.TABLE.keys() == {"TRAINER_RUN_ID", "TRAINER_RUNS_DIR", "TRAINER_DATA_DIR"}
 
 
