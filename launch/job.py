@@ -144,6 +144,9 @@ class Job:
         "--OPTION=VALUE for sbatch; may be repeated", sbatch_option, repeated=True, only="slurm"
     )
     data_stage: bool = option("copy the data sets to each node's own disk first", bool, False, only="slurm")
+    signal_s: int | None = option(
+        "how long before the end of its time the job is told to save (default: 120)", whole, only="slurm"
+    )
     max_restarts: int = option("starts anew after a failure from outside (default: 3)", count, 3, only="slurm")
     # Found out by the runtime's prepare(), never given by hand.
     gpus: tuple[tuple[str, ...], ...] = ()

@@ -22,9 +22,11 @@ OWNED = {
     "account": "--account",
     "array": "one run a job",
     "chdir": "the script",
+    "clusters": "the cluster you are logged in to",
     "constraint": "--constraint",
     "cpus-per-gpu": "--cpus",
     "cpus-per-task": "--cpus",
+    "distribution": "the script",
     "error": "--runs-dir",
     "exclude": "--exclude",
     "export": "--env",
@@ -54,7 +56,7 @@ OWNED = {
     "quiet": "the launcher",
     "requeue": "--max-restarts",
     "reservation": "--reservation",
-    "signal": "the script",
+    "signal": "--signal-s",
     "test-only": "--check",
     "time": "--time-limit-min",
     "usage": "sbatch itself",
@@ -77,6 +79,7 @@ def render(job: Job) -> str:
         "lead_s": str(_lead_s(job)),
         "asked": "\n".join(asked(job)),
         "sif": shlex.quote(str(job.image)),
+        "needed": shell.quote([str(job.image), f"{folder}/job.sbatch", *_read(job)]),
         "data": shlex.quote(job.data_dir if os.path.isdir(job.data_dir) else ""),
         "stage": str(int(job.data_stage)),
         "shm_gb": str(math.ceil(job.shm_gb or 0)),
@@ -84,13 +87,18 @@ def render(job: Job) -> str:
         "environment": "\n".join(f"    {shlex.quote(f'{key}={value}')}" for key, value in _environment(job).items()),
         "command": shell.quote(["trainer", *job.command]),
         "words": _words(job),
-        "port": str(job.master_port) if job.master_port else "$((20000 + (SLURM_JOB_ID + attempt) % 10000))",
+        "port": str(job.master_port) if job.master_port else "$((20000 + (SLURM_JOB_ID * 17 + attempt) % 10000))",
         "more": "\n    ".join(_more(job)),
+        "host": " ".join(f'${{{name}:+"{name}=${name}"}}' for name in singularity.HOST_VARIABLES),
     }
     template = TEMPLATE.read_text()
     for name in (name for name, value in filled.items() if not value):
         template = re.sub(rf"^ *@{name}@\n", "", template, flags=re.MULTILINE)
     return re.sub(r"@([a-z_]+)@", lambda match: filled[match.group(1)], template)
+
+
+def _read(job: Job) -> list[str]:
+    return [*([job.data_dir] if os.path.isdir(job.data_dir) else []), *(mount.source for mount in job.mount)]
 
 
 def _more(job: Job) -> Iterable[str]:
@@ -149,12 +157,13 @@ def gpus_of_node(job: Job) -> int:
     """GPUs of each node that the flags ask for; --gres gpu[:TYPE][:COUNT] counts too."""
     if job.gpus_per_node is not None:
         return job.gpus_per_node
-    counts = [re.fullmatch(r"gpu(:[^:0-9][^:]*)?(:([0-9]+))?", item) for item in (job.gres or "").split(",")]
-    return sum(int(match.group(3) or 1) for match in counts if match)
+    kinds = [re.sub(r"\(.*?\)", "", item).split(":") for item in re.split(r",(?![^(]*\))", job.gres or "")]
+    return sum(int(kind[-1]) if kind[-1].isdigit() else 1 for kind in kinds if kind[0] == "gpu")
 
 
 def _lead_s(job: Job) -> int:
-    return min(LEAD_S, int(job.time_limit_min * 30)) if job.time_limit_min else LEAD_S
+    lead_s = job.signal_s or LEAD_S
+    return min(lead_s, int(job.time_limit_min * 30)) if job.time_limit_min else lead_s
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -5,10 +5,11 @@ A runtime of this kind has prepare, plan and clean like the others, and submit, 
 
 import contextlib
 import dataclasses
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -21,7 +22,8 @@ from launch.supervisor import End
 from trainer import contract
 from trainer.errors import UserError
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two looks into the log files
+ASK_S = 1.0  # between two questions to the scheduler, at first
 SETTLE_S = 2.0  # an ended job may be queued again at once
 CANCEL_S = 120.0
 
@@ -35,6 +37,7 @@ class Look:
     word: str
     detail: str
     exit_code: int | None = None
+    attempt: int | None = None  # how often it was started anew, where that is known
 
 
 class Scheduler(Protocol):
@@ -46,7 +49,7 @@ class Scheduler(Protocol):
 
     def submit(self, plan: Plan, *, test_only: bool = False) -> str: ...
 
-    def look(self, job_id: str) -> Look: ...
+    def look(self, job_id: str, name: str) -> Look: ...
 
     def cancel(self, job_id: str) -> None: ...
 
@@ -56,6 +59,7 @@ def submit(plan: Plan, state: LaunchState, *, detach: bool) -> End:
     scheduler = runtimes.scheduler(plan.job.runtime)
     with state.writing():
         refuse_if_going_on(state)
+        read = {path: path.stat().st_size for path in _logs(state.folder)}  # an earlier job's
         job_id = scheduler.submit(plan)
         state.enqueue(plan.job, job_id)
     handle = Handle(plan.job.runtime, plan.job.run_id, job_id)
@@ -63,7 +67,7 @@ def submit(plan: Plan, state: LaunchState, *, detach: bool) -> End:
     if detach:
         return End(contract.EXIT_DONE)
     with _Interrupts(scheduler, job_id) as interrupts:
-        for line in lines(handle, state, follow=True, until=lambda: interrupts.count > 1):
+        for line in lines(handle, state, follow=True, until=lambda: interrupts.count > 1, read=read):
             print(line, flush=True)
     if interrupts.count > 1 and ended(state) is None:
         return End(contract.EXIT_FAILED, f"not followed any more; invoke status {handle}")
@@ -90,6 +94,7 @@ def ended(state: LaunchState) -> End | None:
         if found.word not in ("ended", "gone"):
             return None
         code, cause = _verdict(state, told, found)
+        state.close_outcome(code, cause)
         state.change(exit_code=code, cause=cause, finished_at=now())
     told = state.read()
     return End(told["exit_code"], told["cause"])
@@ -97,17 +102,22 @@ def ended(state: LaunchState) -> End | None:
 
 def look(state: LaunchState) -> Look:
     told = state.read()
-    return runtimes.scheduler(told["job"]["runtime"]).look(told["job_id"])
+    return runtimes.scheduler(told["job"]["runtime"]).look(told["job_id"], told["job"]["name"])
 
 
 def lines(
-    handle: Handle, state: LaunchState, *, follow: bool, until: Callable[[], bool] = lambda: False
+    handle: Handle,
+    state: LaunchState,
+    *,
+    follow: bool,
+    until: Callable[[], bool] = lambda: False,
+    read: Mapping[Path, int] | None = None,
 ) -> Iterator[str]:
     """The lines of all attempts so far; with `follow` those to come, and what changes in the queue, until `until`."""
-    offsets: dict[Path, int] = {}
-    said, since = "", time.monotonic()
+    offsets = dict(read or {})
+    began = since = time.monotonic()
+    said, asked_at, found = "", began, look(state)
     while True:
-        found = look(state)
         if follow and found.detail != said:
             said = found.detail
             yield f"[queue] {handle}: {said}"
@@ -118,6 +128,14 @@ def lines(
             yield from _new_lines(state.folder, offsets, last=True)
             return
         time.sleep(POLL_S)
+        over = found.word in ("ended", "gone")  # unless it is queued again
+        if time.monotonic() - asked_at >= (ASK_S if over else _pause_s(time.monotonic() - began)):
+            asked_at, found = time.monotonic(), look(state)
+
+
+def _pause_s(followed_s: float) -> float:
+    """Seconds between two questions: a controller serves many, so the longer a run is followed the rarer they are."""
+    return min(ASK_S * (1 + followed_s / 30), 15)
 
 
 def status(handle: Handle, state: LaunchState) -> list[str]:
@@ -156,19 +174,23 @@ def _verdict(state: LaunchState, told: dict[str, Any], found: Look) -> tuple[int
     """Exit code and cause: the trainer's own record of this job first, else the scheduler's words."""
     outcome = state.outcome()
     own = outcome.get("job_id") == told["job_id"] and outcome.get("status") != "running"
+    own = own and found.attempt in (None, outcome.get("attempt"))
     if own and found.exit_code != contract.EXIT_DONE and outcome.get("exit_code") is not None:
         code, failure = int(outcome["exit_code"]), outcome.get("failure") or {}
         return code, (str(failure.get("message", "")) or found.detail) if code else ""
     code = contract.EXIT_FAILED if found.exit_code is None else found.exit_code
-    if code and not list(state.folder.glob("attempt-*.log")) and found.word == "ended":
+    silent = not list(state.folder.glob("attempt-*.log"))
+    if code and silent and found.word == "ended" and "CANCELLED" not in found.detail:
         return code, f"{found.detail}; it left no log in {state.folder}: see that all nodes share that folder"
     return code, _last_words(state.folder) or found.detail if code else ""
 
 
 def _last_words(folder: Path) -> str:
-    """The last error that a job script wrote. Empty if there is none."""
-    lines = (line for path in _logs(folder) for line in path.read_text(errors="replace").splitlines())
-    return next((line for line in reversed(list(lines)) if "error: " in line), "")
+    """The last error in the newest log, but not srun's of the end of its tasks. Empty if there is none."""
+    logs = [path for path in _logs(folder) if path.suffix == ".log"][-1:]
+    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if re.search(r"error: |FATAL: ", line) and not line.startswith(("srun:", "slurm"))]
+    return told[-1] if told else ""
 
 
 def _logs(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ that was there before, and tells nothing of a failure. Here the result gets a te
 a finished SIF takes its name in one step.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -29,7 +30,7 @@ DEFAULT = "intermodal.sif"
 # What mksquashfs is told. Its own default, gzip at level 9, takes fourteen times as long for the same size.
 COMPRESSIONS = {
     "zstd": "-comp zstd -Xcompression-level 3",
-    "gzip": "-comp gzip -Xcompression-level 1",  # for runtimes whose squashfs knows nothing else
+    "gzip": "",  # mksquashfs's own, which needs no option: for old builders, and runtimes that can read nothing else
     "lz4": "-comp lz4",
     "none": "-no-compression",
 }
@@ -147,7 +148,13 @@ def is_intact(sif: Path, identity: Identity) -> bool:
     found = sif.stat()
     if found.st_size != identity.size:
         return False
-    return found.st_mtime_ns == identity.mtime_ns or sha256(sif) == identity.content_sha256
+    if found.st_mtime_ns == identity.mtime_ns:
+        return True
+    if sha256(sif) != identity.content_sha256:
+        return False
+    with contextlib.suppress(OSError):  # a copy without its time: the next question is answered faster
+        _write_identity(sif, dataclasses.replace(identity, mtime_ns=found.st_mtime_ns))
+    return True
 
 
 def warn_if_stale(sif: Path, identity: Identity) -> None:
@@ -286,7 +293,8 @@ def _own_program() -> str | None:
 def _convert(uri: str, made: Path, compression: str, work: Path) -> str:
     """Run the conversion, its lines shown as they come; returns what converted. Raises UserError if it fails."""
     program = _own_program()
-    words = ["build", "--disable-cache", "--mksquashfs-args", COMPRESSIONS[compression], str(made), uri]
+    options = ["--mksquashfs-args", COMPRESSIONS[compression]] if COMPRESSIONS[compression] else []
+    words = ["build", "--disable-cache", *options, str(made), uri]
     prefix = [program] if program else _program_in_docker(work)
     environment = {"APPTAINER_TMPDIR": str(work), "SINGULARITY_TMPDIR": str(work), "SOURCE_DATE_EPOCH": "0"}
     print(f"converting with {Path(prefix[0]).name}, compression {compression}", flush=True)
@@ -358,8 +366,12 @@ def _finish(partial: Path, out: Path, source: Source, compression: str, converte
     )
     identity_file(out).unlink(missing_ok=True)  # never an old identity beside a new file
     os.replace(partial, out)
-    identity_file(out).write_text(json.dumps(dataclasses.asdict(identity), indent=2) + "\n")
+    _write_identity(out, identity)
     return identity
+
+
+def _write_identity(sif: Path, identity: Identity) -> None:
+    identity_file(sif).write_text(json.dumps(dataclasses.asdict(identity), indent=2) + "\n")
 
 
 def _has_magic(sif: Path) -> bool:

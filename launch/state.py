@@ -123,13 +123,19 @@ class LaunchState:
         unless that is of an earlier attempt.
         """
         told = self.outcome()
-        if told.get("status") == "running":
-            told |= {"status": "failed", "exit_code": exit_code, "finished_at": now(), "failure": {"message": cause}}
-            _replace(self.folder / "run.json", told)
-        elif _digest(told) != self.read()["outcome_before"]:
+        if not self.close_outcome(exit_code, cause) and _digest(told) != self.read()["outcome_before"]:
             cause = (told.get("failure") or {}).get("message") or cause
         self.change(finished_at=now(), exit_code=exit_code, cause=cause, warnings=list(warnings))
         return cause
+
+    def close_outcome(self, exit_code: int, cause: str) -> bool:
+        """Write the end of a run into its run.json if nobody inside could. True if so."""
+        told = self.outcome()
+        if told.get("status") != "running":
+            return False
+        told |= {"status": "failed", "exit_code": exit_code, "finished_at": now(), "failure": {"message": cause}}
+        _replace(self.folder / "run.json", told)
+        return True
 
     def elsewhere(self) -> str | None:
         """The host on which the run was launched, if it is another one: its processes cannot be seen from here."""

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from trainer import contract, record, stop, worker
+from trainer import contract, distributed, record, stop, worker
 from trainer.config import TrainConfig
 from trainer.errors import Unavailable
 from trainer.failures import Board, Failure, of_exception, of_exit, vanished
@@ -39,6 +39,8 @@ def run_node(config: TrainConfig, topology: Topology, facts: dict[str, Any]) -> 
             return contract.EXIT_PREEMPTED
         if topology.node_rank == 0:
             record.Record(record.run_folder(config)).start(config, topology)
+        if topology.node_rank == 0 and topology.nnodes > 1:
+            distributed.name_interface(topology, rendezvous.hosts[1])
         return _run_ranks(
             config, topology, rendezvous, Board(store, topology.node_rank, topology.nnodes, rendezvous.hosts)
         )

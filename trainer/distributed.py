@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from trainer import contract
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.topology import Topology
@@ -156,8 +157,16 @@ def _name_gloo_interface(topology: Topology) -> None:
     """Gloo listens where the host's own name points, or on loopback; make it the way to the head instead."""
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
-    name = interface_towards(topology.master_addr, topology.master_port)
-    if name:
+    name_interface(topology, topology.master_addr)
+
+
+def name_interface(topology: Topology, peer: str) -> None:
+    """Let gloo use the interface that leads to `peer`. Not loopback if there are other hosts: the head's own name may
+    be 127.0.1.1 (Debian's default).
+    """
+    name = interface_towards(peer, topology.master_port or contract.DEFAULT_PORT)
+    lonely = name == "lo" and topology.nnodes > 1 and not topology.shared_host
+    if name and not lonely and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

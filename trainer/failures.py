@@ -21,6 +21,7 @@ SETTLE_S = 3.0  # how long an echo waits for its cause
 BEAT_S = 0.5
 VANISHED_S = 30.0  # a node whose heart has stood still for so long is gone
 LEAVE_S = 20.0
+PAUSE_S = 5.0
 # SIGBUS: the file system of a container vanished below it.
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGBUS)
 
@@ -126,6 +127,8 @@ class Board:
         now = time.monotonic()
         if now - self._watched_at < BEAT_S:
             return
+        if now - self._watched_at > PAUSE_S:  # this process was suspended, and so were the others
+            self._seen.clear()
         self._watched_at = now
         for node, beats in enumerate(self._beats()):
             before, since = self._seen.get(node, (-1, now))

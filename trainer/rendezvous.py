@@ -97,7 +97,8 @@ class StaticRendezvous(RendezvousHandler):
             if "EADDRINUSE" not in told and "in use" not in told:
                 raise RuntimeError(told)
             hint = "another PET_MASTER_PORT (--master-port of the launcher), or end the run that holds it"
-            raise UserError(f"Port {self._topology.master_port} of the head node is in use.", hint)
+            kind = Unavailable if "TRAINER_JOB_ID" in os.environ else UserError  # a job's port follows from its number
+            raise kind(f"Port {self._topology.master_port} of the head node is in use.", hint)
         return TCPStore("127.0.0.1", int(told), is_master=False, timeout=timedelta(seconds=self._timeout_s))
 
     def close(self) -> None:

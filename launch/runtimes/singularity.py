@@ -21,7 +21,17 @@ from trainer import contract
 from trainer.errors import UserError
 
 # What the program itself needs of the host. Nothing of it reaches the container.
-HOST_VARIABLES = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "XDG_RUNTIME_DIR", "APPTAINER_TMPDIR")
+HOST_VARIABLES = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "TMPDIR",
+    "XDG_RUNTIME_DIR",
+    "APPTAINER_CONFIGDIR",
+    "APPTAINER_TMPDIR",
+    "SINGULARITY_TMPDIR",
+)
 
 
 def prepare(job: Job) -> Job:
@@ -59,8 +69,7 @@ def plan(job: Job) -> Plan:
 def start(plan: Plan) -> list[Node]:
     """Start the agents; they die with this process."""
     for index in range(plan.job.nodes):
-        for name in ("home", "tmp"):
-            (scratch(plan.job, index) / name).mkdir(parents=True, exist_ok=True)
+        _make_scratch(scratch(plan.job, index))
     progress = prefixed({"TRAINER_PROGRESS": "bar" if sys.stdout.isatty() else "lines"})
     return [local.Process(node, progress, local.cpus_of_node(plan.job, node.index), cwd="/") for node in plan.nodes]
 
@@ -76,6 +85,7 @@ def identify(job: Job) -> Job:
     path = Path(job.image or sif.DEFAULT).expanduser().absolute()
     identity = sif.check(path)
     check_path(str(path))
+    check_sources(job)
     if identity:
         sif.warn_if_stale(path, identity)
     return dataclasses.replace(
@@ -101,8 +111,9 @@ def words(job: Job, scratch: str, data: str | None = None, *, gpus: bool) -> lis
     """What follows the program's name, up to the SIF: nothing of the host gets in but what is named here.
 
     --cleanenv   only APPTAINERENV_ variables cross
+    --no-eval    their values arrive as they are; a shell would expand them
     --no-home    the host's home stays outside, and with it ~/.local; HOME is a folder that is thrown away
-    --cwd        the image's working folder, which Apptainer does not read from the image
+    --pwd        the image's working folder, which Apptainer does not read from the image (--cwd since 1.3)
     --nv         the host's GPU driver, only where GPUs were asked for
     """
     mounts = [
@@ -121,9 +132,10 @@ def _exec_words(mounts: Iterable[Mount], *, gpus: bool) -> list[str]:
         "--quiet",
         "exec",
         "--cleanenv",
+        "--no-eval",
         "--no-home",
         f"--home={contract.HOME_DIR}",
-        f"--cwd={contract.WORK_DIR}",
+        f"--pwd={contract.WORK_DIR}",
         *(["--nv"] if gpus else []),
         *(f"--mount={mount_words(mount)}" for mount in mounts),
     ]
@@ -173,8 +185,28 @@ def scratch(job: Job, index: int) -> Path:
     return Path(tempfile.gettempdir(), f"intermodal-{os.getuid()}-{job.run_id}-{index}")
 
 
+def _make_scratch(folder: Path) -> None:
+    """Raises UserError if somebody else was there first: the folder's name is no secret."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user.", "TMPDIR=FOLDER of your own")
+    for name in ("home", "tmp"):
+        (folder / name).mkdir(exist_ok=True)
+
+
 def run_folder(job: Job) -> str:
     return os.path.join(job.runs_dir, job.run_id)
+
+
+def check_sources(job: Job) -> None:
+    """Raises UserError for a folder of --mount or --data-dir that is not there."""
+    for path in (job.data_dir, *(mount.source for mount in job.mount)):
+        check_path(path)
+    for mount in job.mount:
+        if not os.path.exists(mount.source):
+            raise UserError(f"--mount {mount.source} does not exist.", "give a folder that every node sees")
+    if not os.path.isdir(job.data_dir) and job.data_dir != os.path.abspath(Job.data_dir):
+        raise UserError(f"--data-dir {job.data_dir} is no folder.", "give a folder, or leave it out")
 
 
 def check_path(path: str) -> None:

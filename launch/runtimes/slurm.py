@@ -5,10 +5,12 @@ stayed the same since Slurm 22.05.
 """
 
 import dataclasses
+import datetime
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,11 +24,27 @@ from trainer.errors import UserError
 
 SCRIPT = "job.sbatch"
 ANSWER_S = 60.0
-# Environment variables by which a site or a user chooses where jobs go. All others of sbatch would change the script.
-_CHOICES = ("ACCOUNT", "CLUSTERS", "CONSTRAINT", "EXCLUDE", "PARTITION", "QOS", "RESERVATION", "TIMELIMIT")
+# Environment variables by which a site or a user chooses where jobs go, unless a flag says otherwise. All others of
+# sbatch would overrule the script.
+_CHOICES = ("account", "constraint", "exclude", "partition", "qos", "reservation", "time_limit_min")
+_KEPT = ("SLURM_CONF", "SLURM_JWT")
 _LOCAL_DISKS = ("tmpfs", "ramfs", "devtmpfs")
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "STOPPED")
-_RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESIZING")
+_WAITING = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SUSPENDED",
+    "STOPPED",
+    "RESV_DEL_HOLD",
+)
+_ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "RECONFIG_FAIL", "TIMEOUT"),
+)
+_REQUEUED_SOON = ("NODE_FAIL", "PREEMPTED")
+REQUEUE_S = 15.0
 # By a word of Slurm's message; the partition is named in many.
 _HINTS = {
     "account": "--account with one that `sacctmgr show associations user=$USER` shows",
@@ -68,30 +86,40 @@ def submit(plan: Plan, *, test_only: bool = False) -> str:
     """Hand the script to sbatch and return the job's number, or with `test_only` what Slurm would do. Raises UserError
     with Slurm's own words.
     """
-    folder = Path(singularity.run_folder(plan.job))
-    folder.mkdir(parents=True, exist_ok=True)
-    script = folder / SCRIPT
+    with tempfile.TemporaryDirectory() as elsewhere:
+        script = Path(elsewhere if test_only else singularity.run_folder(plan.job), SCRIPT)
+        _write(script, plan.script() + "\n")
+        return _sbatch(script, plan.job, test_only)
+
+
+def _write(script: Path, text: str) -> None:
+    script.parent.mkdir(parents=True, exist_ok=True)
     script.unlink(missing_ok=True)
     with open(script, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(plan.script() + "\n")
+        file.write(text)
+
+
+def _sbatch(script: Path, job: Job, test_only: bool) -> str:
     words = ["sbatch", "--test-only" if test_only else "--parsable", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, env=_environment(os.environ), cwd=folder, check=False)
+    env = _environment(job, os.environ)
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=script.parent, check=False)
     told = " ".join(line for line in done.stderr.splitlines() if line.strip())
     if done.returncode:
         raise UserError(f"Slurm refuses the job: {told or 'sbatch said nothing'}", _hint(told))
     return told if test_only else done.stdout.strip().partition(";")[0]
 
 
-def look(job_id: str) -> Look:
-    """How Slurm says a job is doing."""
+def look(job_id: str, name: str) -> Look:
+    """How Slurm says a job is doing. Numbers are given again one day; a job of another name is not ours."""
     told, trouble = _ask("scontrol", "show", "job", "--oneliner", job_id)
     if told:
         facts = dict(reversed(re.findall(r"(\w[\w:/]*)=(\S*)", told)))  # what a user wrote comes last
-        return _look(facts["JobState"], facts.get("ExitCode", ""), facts)
+        ours = facts.get("JobName", name) == name
+        return _look(facts["JobState"], facts.get("ExitCode", ""), facts) if ours else Look("gone", f"not {name}'s job")
     if "invalid job id" not in trouble.lower():
         return Look("unknown", f"Slurm does not answer ({trouble})")
     # Slurm forgets an ended job after some minutes; its accounting does not, where there is one.
-    row, _ = _ask("sacct", "-n", "-P", "-X", "-j", job_id, "--format=State,ExitCode,NodeList")
+    row, _ = _ask("sacct", "-n", "-P", "-X", "-j", job_id, f"--name={name}", "--format=State,ExitCode,NodeList")
     if not row:
         return Look("gone", "Slurm does not know this job any more")
     state, code, nodes = row.splitlines()[-1].split("|")
@@ -118,11 +146,21 @@ def _look(state: str, code: str, facts: Mapping[str, str]) -> Look:
         )
         if part
     )
-    if state in _WAITING:
-        return Look("pending", detail)
-    if state in _RUNNING:
-        return Look("running", detail)
-    return Look("ended", detail, exit_code(state, code))
+    attempt = int(facts["Restarts"]) if facts.get("Restarts", "").isdigit() else None
+    if state in _WAITING or (state in _REQUEUED_SOON and _ended_now(facts)):
+        return Look("pending", detail, attempt=attempt)
+    if state not in _ENDED:
+        return Look("running", detail, attempt=attempt)
+    return Look("ended", detail, exit_code(state, code), attempt)
+
+
+def _ended_now(facts: Mapping[str, str]) -> bool:
+    """True for an end that is a moment old: Slurm is about to queue the job again, if it may."""
+    try:
+        ended = datetime.datetime.fromisoformat(facts.get("EndTime", ""))
+    except ValueError:
+        return False
+    return facts.get("Requeue") == "1" and (datetime.datetime.now() - ended).total_seconds() < REQUEUE_S
 
 
 def exit_code(state: str, text: str) -> int:
@@ -147,9 +185,11 @@ def _hint(told: str) -> str:
     return next((hint for word, hint in _HINTS.items() if word in words), "--dryrun shows the script")
 
 
-def _environment(host: Mapping[str, str]) -> dict[str, str]:
+def _environment(job: Job, host: Mapping[str, str]) -> dict[str, str]:
     """The user's environment without what would overrule the script: options of sbatch, and an outer job's."""
-    keep = {"SLURM_CONF", "SLURM_CLUSTERS", *(f"SBATCH_{name}" for name in _CHOICES)}
+    names = {"time_limit_min": "TIMELIMIT"}
+    open_choices = [names.get(flag, flag.upper()) for flag in _CHOICES if getattr(job, flag) is None]
+    keep = {*_KEPT, *(f"SBATCH_{name}" for name in open_choices)}
     return {key: value for key, value in host.items() if key in keep or not key.startswith(("SBATCH_", "SLURM_"))}
 
 
@@ -161,11 +201,6 @@ def _check_folders(job: Job) -> None:
             hint = "a folder on a file system that all nodes share"
             raise UserError(f"{path} is on {kind} of this host, which other nodes cannot see.", hint)
     sbatch.directive_value(str(folder))
-    for mount in job.mount:
-        if not os.path.exists(mount.source):
-            raise UserError(f"--mount {mount.source} does not exist.", "give a folder that all nodes see")
-    if not os.path.isdir(job.data_dir) and job.data_dir != os.path.abspath(Job.data_dir):
-        raise UserError(f"--data-dir {job.data_dir} is no folder.", "give a folder, or leave it out")
     if job.data_stage and not os.path.isdir(job.data_dir):
         raise UserError(f"--data-stage, but there is no folder {job.data_dir}.", "--data-dir")
     if (folder / "run.json").exists() and "--resume" not in " ".join(job.command):

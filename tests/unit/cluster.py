@@ -16,7 +16,10 @@ from launch.job import Job
 
 LIMIT_S = 30
 MAGIC = b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0"
-TOOLS = ("bash", "cat", "cp", "date", "df", "env", "grep", "head", "mkdir", "mktemp", "rm", "sh", "tail", "touch", "tr")
+TOOLS = (
+    *("bash", "cat", "cp", "date", "df", "env", "find", "grep", "head", "mkdir", "mktemp", "rm", "sed", "sh", "sort"),
+    *("tail", "touch", "tr", "wc"),
+)
 
 # Writes down what it was given, then does what the test says that the trainer does.
 APPTAINER = r"""#!{python} -IS
@@ -41,7 +44,8 @@ own = {"PATH": host["PATH"], "RUN": run, "NODE": place[0], "ATTEMPT": place[2:]}
 os.execve("/bin/sh", ["sh", str(home / "trainer")], own)
 """
 
-# Like srun: the words after the options once a node; a signal goes to all processes of every task.
+# Like srun: the words after the options once a node; a signal goes to all processes of every task, or to the first of
+# each, as sites have it.
 SRUN = r"""#!/bin/bash -p
 home=${0%/bin/*}
 echo $$ >"$home/srun"
@@ -55,8 +59,10 @@ for ((node = 0; node < nodes; node++)); do
     SLURM_NODEID=$node SLURMD_NODENAME=c$((node + 1)) SLURM_TMPDIR=$home/disk/c$((node + 1)) "$@" &
     tasks+=($!)
 done
+reached=("${tasks[@]/#/-}")
+if [ -e "$home/signals-first" ]; then reached=("${tasks[@]}"); fi
 for signal in USR1 TERM; do
-    trap "echo $signal >>'$home/signals'; kill -$signal -- ${tasks[*]/#/-}" "$signal"
+    trap "echo $signal >>'$home/signals'; kill -$signal -- ${reached[*]}" "$signal"
 done
 result=0
 for task in "${tasks[@]}"; do

@@ -282,7 +282,7 @@ def test_the_run_folder_is_complete(tmp_path: Path) -> None:
     assert told["status"] == "done"
     assert told["exit_code"] == 0
     assert told["topology"] == {"nodes": 1, "nproc_per_node": 2, "world_size": 2, "source": "PET"}
-    assert {"reference", "id", "base"} == set(told["image"])  # type: ignore[call-overload]
+    assert {"reference", "id", "base", "sif_sha256"} == set(told["image"])  # type: ignore[call-overload]
     assert told["environment"]["env"]["NCCL_DEBUG"] == "WARN"  # type: ignore[index]
     assert "hidden" not in json.dumps(told)
     assert {"val_accuracy", "val_loss", "weights_sha256", "samples_per_s", "steps"} <= set(told["result"])  # type: ignore[call-overload]

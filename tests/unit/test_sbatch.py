@@ -221,9 +221,9 @@ def test_gpus_among_the_generic_resources_are_counted(gres, place):
 
 
 FREE = [
-    "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "clusters", "comment", "container",
+    "acctg-freq", "batch", "bb", "bbf", "begin", "cluster-constraint", "comment", "container",
     "container-id", "contiguous", "core-spec", "cores-per-socket", "cpu-freq", "deadline", "delay-boot",
-    "dependency", "distribution", "exclusive", "extra", "extra-node-info", "get-user-env", "gid", "gpu-bind",
+    "dependency", "exclusive", "extra", "extra-node-info", "get-user-env", "gid", "gpu-bind",
     "gpu-freq", "hint", "hold", "ignore-pbs", "kill-on-invalid-dep", "licenses", "mail-type", "mail-user",
     "mcs-label", "mem-bind", "network", "nice", "no-kill", "nodefile", "nodelist", "ntasks-per-switch",
     "oom-kill-step", "overcommit", "oversubscribe", "power", "prefer", "priority", "profile", "propagate",

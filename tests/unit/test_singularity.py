@@ -77,7 +77,6 @@ def test_a_missing_image_more_cpus_or_more_memory_than_there_is_are_refused(host
     assert "--shm-gb 99999" in refused(job(host, shm_gb=99999.0))
 
 
-@pytest.mark.xfail(strict=True, reason="prepare() does not look")
 def test_a_mount_that_is_not_there_and_a_mistyped_data_folder_are_refused(host):
     assert "--mount /nowhere" in refused(job(host, mount=(Mount("/nowhere", "/x"),)))
     assert "--data-dir /nowhere" in refused(job(host, data_dir="/nowhere"))

@@ -1,5 +1,7 @@
 """Slurm's own words read, a job handed to sbatch, and all that is refused before: with programs that play Slurm."""
 
+import dataclasses
+import datetime
 import json
 import os
 import re
@@ -278,8 +280,27 @@ def test_what_scontrol_shows_of_a_job_is_understood(case, style, login):
         state=state, reason=reason, code=code, nodes=nodes or "(null)", restarts=restarts, **STYLES[style]
     )
     login.program("scontrol", f"#!/bin/sh\ntest \"$*\" = 'show job --oneliner 42' && cat <<'E'\n{text}\nE\n")
-    found = slurm.look("42")
-    assert (found.word if isinstance(look, str) else found) == look
+    found = slurm.look("42", "run")
+    assert found.word == look if isinstance(look, str) else found == dataclasses.replace(look, attempt=restarts)
+
+
+@pytest.mark.parametrize("state", ["NODE_FAIL", "PREEMPTED"])
+def test_an_end_of_this_moment_may_be_no_end(state, login):
+    for seconds, word in ((1, "pending"), (60, "ended")):
+        ended = (datetime.datetime.now() - datetime.timedelta(seconds=seconds)).isoformat(timespec="seconds")
+        told = f"JobId=42 JobName=run JobState={state} Requeue=1 Restarts=0 ExitCode=0:0 EndTime={ended}"
+        login.program("scontrol", f"#!/bin/sh\necho '{told}'\n")
+        assert slurm.look("42", "run").word == word
+
+
+def test_a_state_that_nobody_knows_yet_is_no_end(login):
+    login.program("scontrol", "#!/bin/sh\necho JobId=42 JobName=run JobState=EXPEDITING ExitCode=0:0\n")
+    assert slurm.look("42", "run").word == "running"
+
+
+def test_a_number_that_was_given_again_is_not_ours(login):
+    login.program("scontrol", "#!/bin/sh\necho JobId=42 JobName=other JobState=RUNNING ExitCode=0:0\n")
+    assert slurm.look("42", "run").word == "gone"
 
 
 def test_words_that_the_user_chose_are_not_taken_for_slurms(login):
@@ -287,7 +308,7 @@ def test_words_that_the_user_chose_are_not_taken_for_slurms(login):
         state="RUNNING", reason="None", code="0:0", nodes="c1", restarts=0, more="", last="Comment=see JobState=FAILED"
     )
     login.program("scontrol", f"#!/bin/sh\ncat <<'E'\n{text}\nE\n")
-    assert slurm.look("42").word == "running"
+    assert slurm.look("42", "run").word == "running"
 
 
 ROWS = {
@@ -309,7 +330,7 @@ SILENT = "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm contro
 def test_what_scontrol_has_forgotten_accounting_knows(rows, login):
     login.program("scontrol", UNKNOWN)
     login.program("sacct", f"#!/bin/sh\nprintf '%s\\n' '{rows}'\n")
-    assert slurm.look("42") == ROWS[rows]
+    assert slurm.look("42", "run") == ROWS[rows]
 
 
 @pytest.mark.parametrize("sacct", [None, "#!/bin/sh\nexit 0\n", "#!/bin/sh\nexit 1\n"], ids=["none", "empty", "off"])
@@ -317,13 +338,13 @@ def test_a_job_that_nobody_remembers_is_gone(sacct, login):
     login.program("scontrol", UNKNOWN)
     if sacct:
         login.program("sacct", sacct)
-    assert slurm.look("42").word == "gone"
+    assert slurm.look("42", "run").word == "gone"
 
 
 def test_a_controller_that_does_not_answer_is_not_the_end_of_a_job(login):
     login.program("scontrol", SILENT)
     login.program("sacct", SILENT)
-    assert slurm.look("42").word not in ("gone", "ended")
+    assert slurm.look("42", "run").word not in ("gone", "ended")
 
 
 def test_a_job_is_cancelled_by_its_number(login):
