@@ -160,6 +160,33 @@ def singularity_test(c: Context, image: str = "intermodal-test.sif") -> int:
     return singularity.enter(image, ["make", "test"])
 
 
+@task(help={"nodes": "compute nodes (default: 2)"}, auto_shortflags=False)
+@friendly
+def slurm_up(c: Context, nodes: str | None = None) -> int:
+    """Start a Slurm cluster in containers on this host, to try Slurm with: invoke slurm-up --nodes 3"""
+    from launch import testbed
+
+    return testbed.up(nodes)
+
+
+@task(auto_shortflags=False)
+@friendly
+def slurm_down(c: Context) -> int:
+    """Remove that cluster; its shared folder build/cluster stays"""
+    from launch import testbed
+
+    return testbed.cluster("down")
+
+
+@task(auto_shortflags=False)
+@friendly
+def slurm_shell(c: Context) -> int:
+    """Open a shell on its login node, or run a command there: invoke slurm-shell -- squeue"""
+    from launch import testbed
+
+    return testbed.cluster("sh", *words_after_dashes(sys.argv))
+
+
 RUNS_HELP = {"handle": "as the run printed it, such as docker://RUN", "runs-dir": "folder of the runs (default: runs)"}
 
 
@@ -213,6 +240,9 @@ ns = Collection(
     singularity_build,
     singularity_shell,
     singularity_test,
+    slurm_up,
+    slurm_down,
+    slurm_shell,
     local_run,
     docker_run,
     singularity_run,

@@ -20,6 +20,7 @@ runuser -u munge -- munged --num-threads=2
 
 install -d /etc/slurm
 cp "$here"/{slurm,gres}.conf "$here/job_submit.lua" /etc/slurm/
+sed -i "s/^NodeName=c\[[^]]*\]/NodeName=c[1-$CLUSTER_NODES]/" /etc/slurm/slurm.conf
 install -o slurm -g slurm -m 600 "$here/slurmdbd.conf" /etc/slurm/
 for i in 0 1; do [ -e /dev/pretended-gpu$i ] || mknod -m 666 /dev/pretended-gpu$i c 1 3; done  # two more /dev/null
 
