@@ -89,7 +89,8 @@ def render(job: Job) -> str:
         "words": _words(job),
         "port": str(job.master_port) if job.master_port else "$((20000 + (SLURM_JOB_ID * 17 + attempt) % 10000))",
         "more": "\n    ".join(_more(job)),
-        "host": " ".join(f'${{{name}:+"{name}=${name}"}}' for name in singularity.HOST_VARIABLES),
+        "host_names": "|".join(singularity.HOST_VARIABLES),
+        "host": " ".join(singularity.HOST_VARIABLES),
     }
     template = TEMPLATE.read_text()
     for name in (name for name, value in filled.items() if not value):

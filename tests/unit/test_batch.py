@@ -106,12 +106,46 @@ def test_nothing_of_the_users_shell_gets_inside_or_changes_the_script(cluster):
     assert cluster.run(cluster.job(), **hostile_environment(cluster.home)) == 0, cluster.log()
     told = cluster.told()
     assert "evil" not in json.dumps(told).lower()
-    assert told["host"].keys() <= set(HOST_VARIABLES)
+    assert told["host"].keys() <= {*HOST_VARIABLES, "SHLVL"}
     assert "CUDA_VISIBLE_DEVICES" not in told["inside"]
     assert told["cwd"] == "/"
     assert not (cluster.home / "read").exists()
     assert "ld.so" not in cluster.log()
     assert cluster.requeued == []
+
+
+def test_no_name_is_strange_enough_to_get_inside(cluster):
+    assert cluster.run(cluster.job(), **{"APPTAINERENV_EVIL.DOT": "1", "SINGULARITYENV_EVIL.DOT": "1"}) == 0
+    assert not {name for name in cluster.told()["inside"] if "EVIL" in name}
+
+
+@pytest.mark.parametrize("line", ["PATH=x", "APPTAINERENV_OTHER=x", "PET_NNODES=x", "TRAINER_RUN_ID=x", "=", "-i", ""])
+def test_a_line_of_a_value_that_looks_like_a_variable_is_none(line, cluster):
+    value = f"first\n{line}\nlast"
+    assert cluster.run(cluster.job(env=(("KEY", value), ("OTHER", "other")))) == 0, cluster.log()
+    inside = cluster.told()["inside"]
+    assert (inside["KEY"], inside["OTHER"], inside["PET_NNODES"], inside["TRAINER_RUN_ID"]) == (
+        value,
+        "other",
+        "1",
+        "run",
+    )
+    assert cluster.told()["host"]["PATH"] == str(cluster.bin)
+
+
+def test_no_value_stands_where_other_users_of_a_node_can_read_it(cluster):
+    assert cluster.run(cluster.job(env=(("TOKEN", "hush"),))) == 0
+    assert cluster.told()["inside"]["TOKEN"] == "hush"
+    assert "hush" not in json.dumps(cluster.told()["argv"]) + (cluster.home / "srun-words").read_text() + cluster.log()
+
+
+def test_the_head_is_the_first_node_in_slurms_list_whatever_number_srun_gives_it(cluster):
+    cluster.program("scontrol", "#!/bin/sh\necho c2; echo c1\n")
+    assert cluster.run(cluster.job(nodes=2)) == 0, cluster.log()
+    for rank, node in enumerate(("c2", "c1")):
+        told = cluster.told(rank)
+        assert told["inside"]["PET_MASTER_ADDR"] == "c2"
+        assert f"/disk/{node}/" in sources(told)["/tmp"]
 
 
 def test_a_shell_that_the_user_made_posixly_correct_changes_nothing(cluster):
