@@ -49,6 +49,7 @@ os.execve("/bin/sh", ["sh", str(home / "trainer")], own)
 SRUN = r"""#!/bin/bash -p
 home=${0%/bin/*}
 echo $$ >"$home/srun"
+printf '%s\n' "$@" >"$home/srun-words"
 while [[ $1 == --* ]]; do
     case $1 in --nodes=*) nodes=${1#*=} ;; esac
     shift
@@ -215,6 +216,7 @@ def hostile_environment(home: Path) -> dict[str, str]:
         "APPTAINER_BIND": "/evil",
         "SINGULARITY_BIND": "/evil",
         "APPTAINERENV_EVIL": "1",
+        "name.with.a.dot": "EVIL",
         "environment": "EVIL=1",
         "code": "9",
         "folder": "/evil",

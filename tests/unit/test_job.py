@@ -48,6 +48,7 @@ GOOD = {
     "gres": ("gpu:a100:2,nvme:1", "gpu:a100:2,nvme:1"),
     "sbatch": (["--comment=it's a b", "--exclusive"], ("--comment=it's a b", "--exclusive")),
     "data_stage": (True, True),
+    "signal_s": ("300", 300),
     "max_restarts": ("0", 0),
 }
 
@@ -68,7 +69,7 @@ def test_a_sif_may_have_any_name(path):
 
 
 def test_every_runtime_has_the_common_flags_and_slurm_alone_its_own():
-    own = {*SLURMS_WORDS, "sbatch", "data_stage", "max_restarts"}
+    own = {*SLURMS_WORDS, "sbatch", "data_stage", "signal_s", "max_restarts"}
     for runtime in ("local", "docker", "singularity"):
         assert jobs.flags(runtime).keys() == jobs.flags().keys() - own
     assert jobs.flags("slurm").keys() == jobs.flags().keys()
@@ -116,6 +117,7 @@ BAD = [
         for text in ("", "exclusive", "-x", "-p gpu", "--", "--p x", "--X=1", "---p", "--=1", "--a\n")
     ),
     *(("sbatch", [f"--comment={text}"]) for text in ('say "so"', "back\\slash", "two\nlines", "zero\0byte")),
+    *(("signal_s", text) for text in ("0", "-1", "x", "", "1.5")),
     *(("max_restarts", text) for text in ("-1", "x", "", "1.5", "many")),
 ]
 

@@ -173,9 +173,12 @@ def test_what_was_not_said_is_left_to_slurm(place):
     assert not {"--time", "--mem", "--gpus-per-node", "--gres", "--partition", "--account"} & asked.keys()
 
 
-@pytest.mark.parametrize(("minutes", "lead"), [(None, 120), (90, 120), (4, 120), (2, 60), (0.5, 15)])
-def test_there_is_time_to_save_and_time_to_work(minutes, lead, place):
-    script = sbatch.render(job(place, time_limit_min=minutes))
+@pytest.mark.parametrize(
+    ("minutes", "asked", "lead"),
+    [(None, None, 120), (90, None, 120), (4, None, 120), (2, None, 60), (0.5, None, 15), (90, 300, 300), (2, 300, 60)],
+)
+def test_there_is_time_to_save_and_time_to_work(minutes, asked, lead, place):
+    script = sbatch.render(job(place, time_limit_min=minutes, signal_s=asked))
     assert directives(script)["--signal"] == f"B:USR1@{lead}"
 
 
@@ -211,6 +214,8 @@ COUNTS = {
     "nvme:3,gpu:2": 2,
     "nvme:3": 0,
     "gpumem:80": 0,
+    "gpu:a100:2(S:0-1),nvme:1": 2,
+    "gpu:2(S:0,1),gpu:h100": 3,
 }
 
 

@@ -137,10 +137,15 @@ def test_a_conversion_that_fails_changes_nothing_and_leaves_nothing(script, erro
 def test_at_no_moment_does_an_identity_lie_beside_another_file(place, build, monkeypatch):
     build()
     docker_archive(place / "image.tar", {"config": {}})
-    monkeypatch.setattr(os, "replace", lambda new, old: seen.append(sif.read(place / "out.sif")) or os.rename(new, old))
-    seen = []
+    seen = {}
+
+    def replace(new, old):
+        seen[old] = sif.read(place / "out.sif")
+        os.rename(new, old)
+
+    monkeypatch.setattr(os, "replace", replace)
     made = build()
-    assert (seen, sif.read(place / "out.sif")) == ([None], made)
+    assert (seen[place / "out.sif"], sif.read(place / "out.sif")) == (None, made)
 
 
 def test_an_interrupt_leaves_nothing(place, build, monkeypatch):
