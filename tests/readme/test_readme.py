@@ -39,7 +39,7 @@ def login_node(clone: Path) -> Iterator[None]:
     cluster(clone, "sh", "git", "clone", "--quiet", "/shared/project", "/home/lab/intermodal")
     cluster(clone, "sh", "sh", "-c", "ln -s /shared/intermodal.sif* ~/intermodal")
     yield
-    cluster(clone, "down")
+    cluster(clone, "down")  # unless the README did
 
 
 def cluster(clone: Path, *words: str) -> None:
