@@ -40,7 +40,8 @@ told = {"argv": sys.argv[1:], "inside": inside, "host": host, "mounts": mounts, 
 (home / "told.new").with_suffix("." + place).write_text(json.dumps(told))
 os.replace((home / "told.new").with_suffix("." + place), home / ("told." + place))
 run = next(mount["source"] for mount in mounts if mount["destination"].startswith("/runs/"))
-own = {"PATH": host["PATH"], "RUN": run, "NODE": place[0], "ATTEMPT": place[2:]}
+data = next((mount["source"] for mount in mounts if mount["destination"] == "/data"), "")
+own = {"PATH": host["PATH"], "RUN": run, "DATA": data, "NODE": place[0], "ATTEMPT": place[2:]}
 os.execve("/bin/sh", ["sh", str(home / "trainer")], own)
 """
 
@@ -129,7 +130,7 @@ class Cluster:
         return path
 
     def trainer(self, text: str) -> None:
-        """What happens inside: lines of sh that see RUN (the run's folder), NODE and ATTEMPT."""
+        """What happens inside: lines of sh that see RUN and DATA (the folders), NODE and ATTEMPT."""
         (self.home / "trainer").write_text(text)
 
     def job(self, **values) -> Job:

@@ -92,7 +92,7 @@ VALUE = st.text(
 )
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(VALUE, min_size=5, max_size=20), st.lists(VALUE, max_size=10))
 def test_whatever_is_given_arrives(cluster, values, arguments):
     pairs = tuple((f"KEY_{number}", value) for number, value in enumerate(values))
@@ -229,6 +229,14 @@ def test_data_are_read_where_they_are_or_from_a_copy_on_the_nodes_own_disk(clust
     assert cluster.on_disk() == []
 
 
+def test_a_link_among_the_data_is_copied_as_what_it_leads_to(cluster):
+    (cluster.home / "elsewhere").write_text("content")
+    (cluster.home / "data" / "link").symlink_to("../elsewhere")
+    cluster.trainer('cat "$DATA/link"')
+    assert cluster.run(cluster.job(data_stage=True)) == 0, cluster.log()
+    assert "content" in cluster.log()
+
+
 def test_where_there_are_no_data_sets_none_are_mounted(cluster):
     assert cluster.run(cluster.job(data_dir="/nowhere")) == 0
     assert "/data" not in sources(cluster.told())
@@ -248,6 +256,10 @@ def without_the_sif(cluster):
     (cluster.home / "i.sif").unlink()
 
 
+def without_a_mount(cluster):
+    (cluster.home / "in").rmdir()
+
+
 def with_a_full_disk(cluster):
     cluster.program("cp", "#!/bin/sh\necho no space left >&2; exit 1\n")
 
@@ -256,6 +268,7 @@ UNFIT = {
     "no container program": (without_a_program, {}, "neither apptainer nor singularity"),
     "no such file there": (without_the_sif, {}, "cannot see .*/i.sif"),
     "too little shared memory": (lambda cluster: None, {"shm_gb": 999999}, "/dev/shm has less than 999999 GB"),
+    "a mount that is not there": (without_a_mount, {"mount": "in"}, "cannot see .*/in"),
     "no room for the data": (with_a_full_disk, {"data_stage": True}, "cannot be copied"),
 }
 
@@ -270,7 +283,9 @@ def test_a_node_that_does_not_see_the_runs_folder_says_so_to_slurm_and_is_not_tr
 
 @pytest.mark.parametrize(("spoil", "values", "error"), UNFIT.values(), ids=UNFIT.keys())
 def test_a_node_that_cannot_run_it_says_so_in_a_line_and_is_not_tried_again(spoil, values, error, cluster):
-    job = cluster.job(**values)
+    (cluster.home / "in").mkdir()
+    mounts = (Mount(f"{cluster.home}/{values['mount']}", "/mnt/in"),) if "mount" in values else ()
+    job = cluster.job(**values | {"mount": mounts})
     spoil(cluster)
     assert cluster.run(job) == 2
     (line,) = (line for line in cluster.log().splitlines() if "error: " in line)

@@ -107,6 +107,18 @@ def test_a_run_in_the_foreground_shows_the_queue_and_its_lines_and_ends_as_it_di
     assert state.read()["exit_code"] == 0
 
 
+def test_what_an_earlier_job_wrote_is_not_shown_again(slurm, queued, job, capsys):
+    write(queued, "attempt-0.log", "of the earlier job\n")
+    slurm.answers = [DONE]
+    assert scheduled.ended(queued).code == 0
+    slurm.answers = [RUNNING, lambda: write(queued, "attempt-0.log", "of this one\n"), DONE]
+    scheduled.submit(Plan(job, ()), queued, detach=False)
+    shown = capsys.readouterr().out
+    assert "of this one" in shown
+    assert "of the earlier job" not in shown
+    assert "of the earlier job" in list(scheduled.lines(HANDLE, queued, follow=False))
+
+
 def test_what_a_scheduler_refuses_is_not_written_down(slurm, state, job, monkeypatch):
     def refuse(plan, *, test_only=False):
         raise UserError("Slurm refuses the job: no.", "--partition")
@@ -213,6 +225,8 @@ VERDICTS = {
     "it failed and said why": (FAILED, {}, (1, "boom")),
     "it saved": (SAVED, {"status": "preempted", "exit_code": 75, "failure": None}, (75, "FAILED")),
     "the words of an earlier job": (FAILED, {"job_id": "41"}, (1, "FAILED")),
+    "the words of an earlier attempt": (Look("ended", "FAILED", 1, attempt=1), {}, (1, "FAILED")),
+    "the words of this attempt": (Look("ended", "FAILED", 1, attempt=0), {}, (1, "boom")),
     "no record at all": (FAILED, None, (1, "FAILED")),
     "killed in its midst": (Look("ended", "NODE_FAIL", 1), {"status": "running", "exit_code": None}, (1, "NODE_FAIL")),
     "forgotten after it was done": (GONE, {"status": "done", "exit_code": 0, "failure": None}, (0, "")),
@@ -252,6 +266,14 @@ def test_a_cause_that_only_the_script_knows_is_the_last_error_in_its_log(slurm, 
     write(queued, "attempt-1.log", "[job] error: c1 cannot see /shared. HINT: x\n[job] attempt 1 ended\n")
     slurm.answers = [Look("ended", "FAILED", 2)]
     assert scheduled.ended(queued).cause == "[job] error: c1 cannot see /shared. HINT: x"
+
+
+def test_a_record_that_says_running_is_closed_when_the_run_is_over(slurm, queued):
+    record(queued, status="running", exit_code=None, failure=None, config={"epochs": 1})
+    slurm.answers = [Look("ended", "NODE_FAIL", 1)]
+    assert scheduled.ended(queued).code == 1
+    told = queued.outcome()
+    assert (told["status"], told["exit_code"], told["config"]) == ("failed", 1, {"epochs": 1})
 
 
 def test_a_verdict_stays_whatever_the_scheduler_forgets(slurm, queued):

@@ -165,6 +165,18 @@ def test_nodes_that_are_started_are_those_of_the_plan_and_leave_nothing(host):
     assert os.listdir(host.home / "tmp") == []
 
 
+def test_a_home_that_somebody_else_made_is_not_used(host, monkeypatch):
+    plan = singularity.plan(singularity.prepare(job(host)))
+    Path(plan.job.runs_dir, "run").mkdir(parents=True)
+    singularity.scratch(plan.job, 0).mkdir()
+    stat = Path.stat
+    owner = os.getuid() + 1
+    faked = os.stat_result(owner if index == 4 else value for index, value in enumerate(stat(host.home)))
+    monkeypatch.setattr(Path, "stat", lambda path, **how: faked if "intermodal-" in path.name else stat(path, **how))
+    with pytest.raises(UserError, match=r"belongs to another user\. HINT: "):
+        singularity.start(plan)
+
+
 def test_a_command_inside_a_sif_is_as_clean_as_a_run_and_ends_with_its_code(host):
     trainer = 'echo "$0"; exit 7'
     host.program("apptainer", f"#!{sys.executable} -IS\n{ENTERED}")

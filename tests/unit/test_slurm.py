@@ -194,6 +194,13 @@ def test_what_would_overrule_the_script_does_not_reach_sbatch_and_the_users_choi
     assert not variables(login).keys() & set(taken)
 
 
+def test_a_choice_of_the_environment_gives_way_to_a_flag(login, monkeypatch):
+    for name in ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_QOS"):
+        monkeypatch.setenv(name, "x")
+    submitted(login, partition="gpu", time_limit_min=5.0)
+    assert {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_QOS"} & variables(login).keys() == {"SBATCH_QOS"}
+
+
 def test_a_check_submits_nothing_and_tells_what_slurm_would_do(login):
     words = "sbatch: Job 7 to start at 2025-01-01T00:00:00 using 2 processors on nodes c[1-2] in partition all\n"
     (login.home / "says").write_text(words)
@@ -201,6 +208,7 @@ def test_a_check_submits_nothing_and_tells_what_slurm_would_do(login):
     told = slurm.submit(slurm.plan(slurm.prepare(login.job())), test_only=True)
     assert told == words.strip()
     assert (login.home / "words").read_text().split()[0] == "--test-only"
+    assert not (login.home / "runs").exists()
 
 
 FAILED = "sbatch: error: Batch job submission failed: "
