@@ -52,7 +52,7 @@ def engine() -> Any:
 
 
 @pytest.fixture(scope="session")
-def image(engine: Any) -> Iterator[str]:
+def image(engine: Any) -> str:
     """The training image on the CPU base, built the way a user builds it."""
     done = invoke("build", "--base", "cpu", "--os-image", OS_IMAGE, "--tag", IMAGE)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -66,7 +66,8 @@ class Cluster:
     SHARED = ROOT / "build" / "cluster"
 
     def up(self) -> None:
-        subprocess.run([self.PROGRAM, "up"], check=True, timeout=600, stdout=subprocess.DEVNULL)
+        done = invoke("slurm-up")
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     def lab(self, *words: str, timeout: float = 120, check: bool = False) -> "subprocess.CompletedProcess[str]":
         """Run a command on the login node as the ordinary user `lab`, in the project's folder."""

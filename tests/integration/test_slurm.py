@@ -5,12 +5,13 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import HOSTILE
-from tests.integration.conftest import OS_IMAGE, Cluster, invoke, until
+from tests.integration.conftest import OS_IMAGE, Cluster, docker, invoke, until
 
 SIF = "/shared/intermodal.sif"
 LONG = ("--epochs", "30", "--checkpoint-every", "100")  # about 10 s after the start
@@ -102,6 +103,19 @@ def test_every_layout_gives_the_same_bits_and_a_complete_record(cluster: Cluster
     assert cluster.local(f"{runs}/2x2/run.json").stat().st_uid == 2000
 
 
+def test_docker_and_slurm_give_the_same_bits_from_the_same_image(cluster: Cluster, runs: str, tmp_path: Path) -> None:
+    image = json.loads(cluster.local(SIF + ".json").read_text())["image"]
+    words = ("--nodes", "2", "--name", "run", "--", "--max-steps", "50")
+    in_docker = invoke("docker-run", "--image", image, "--runs-dir", str(tmp_path), *words)
+    assert in_docker.returncode == 0, in_docker.stdout + in_docker.stderr
+    in_slurm = launch(cluster, runs, *words)
+    assert in_slurm.returncode == 0, in_slurm.stdout + in_slurm.stderr
+    here, there = json.loads((tmp_path / "run" / "run.json").read_text()), record(cluster, runs, "run")
+    assert (here["runtime"], there["runtime"]) == ("docker", "slurm")
+    assert here["image"]["id"] == there["image"]["id"]
+    assert here["result"]["weights_sha256"] == there["result"]["weights_sha256"]
+
+
 @pytest.mark.parametrize("how", ["scancel --signal=USR1", "scontrol requeue", "a node loses power"])
 def test_an_interrupted_job_goes_on_and_ends_with_the_same_bits(
     cluster: Cluster, runs: str, how: str, undisturbed: str
@@ -123,6 +137,21 @@ def test_an_interrupted_job_goes_on_and_ends_with_the_same_bits(
     assert "resuming at step" in cluster.local(f"{runs}/run/attempt-1.log").read_text()
 
 
+def test_a_job_gives_way_to_another_and_goes_on_with_the_same_bits(
+    cluster: Cluster, runs: str, undisturbed: str
+) -> None:
+    job = detach(cluster, runs, "-j", "2x2", "--name", "run", "--partition", "scavenger", "--", *LONG)
+    reach(cluster, runs, "run", 110)
+    urgent = ("--partition=main", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 10")
+    cluster.lab("sbatch", "--wait", *urgent, check=True)
+    lines = finish(cluster, runs, "run")
+    told = record(cluster, runs, "run")
+    assert told["status"] == "done", lines
+    assert told["result"]["weights_sha256"] == undisturbed
+    assert told["result"]["resumed_at"] >= 110
+    assert (told["attempt"], told["job_id"]) == (1, job)
+
+
 def test_a_node_that_is_silently_gone_is_noticed_and_the_job_goes_on(
     cluster: Cluster, runs: str, undisturbed: str
 ) -> None:
@@ -137,16 +166,24 @@ def test_a_node_that_is_silently_gone_is_noticed_and_the_job_goes_on(
     assert record(cluster, runs, "run")["result"]["weights_sha256"] == undisturbed, lines
 
 
-def test_a_job_whose_time_is_over_saves_and_goes_on(cluster: Cluster, runs: str) -> None:
-    words = ("--time-limit-min", "1", "--", "--epochs", "330", "--checkpoint-every", "100000")
-    detach(cluster, runs, "-j", "1x2", "--name", "run", *words)
+def test_a_job_whose_time_is_over_saves_and_goes_on_with_the_same_bits(
+    cluster: Cluster, runs: str, undisturbed: str
+) -> None:
+    words = ("-j", "1x4", "--time-limit-min", "1", "--signal-s", "10", "--name", "run")
+    job = detach(cluster, runs, *words, "--", *LONG)
+    reach(cluster, runs, "run", 110)
+    node = cluster.lab("squeue", "--noheader", "--format=%N", f"--jobs={job}").stdout.strip()
+    cluster.on(node, "pkill", "-STOP", "-u", "lab", "-f", "bin/trainer")  # the run is slow: its time will not do
     log = cluster.local(f"{runs}/run/attempt-0.log")
-    until(lambda: log.exists() and "asking the run to save" in log.read_text(), "the request to save", 90)
-    until(lambda: "queued again" in log.read_text(), "a second attempt", 60)
-    until(lambda: cluster.local(f"{runs}/run/attempt-1.log").exists(), "the second attempt's log", 60)
-    until(
-        lambda: "resuming at step" in cluster.local(f"{runs}/run/attempt-1.log").read_text(), "going on from there", 60
-    )
+    until(lambda: "asking the run to save" in log.read_text(), "the request to save", 90)
+    cluster.on(node, "pkill", "-CONT", "-u", "lab", "-f", "bin/trainer")
+    lines = finish(cluster, runs, "run")
+    told = record(cluster, runs, "run")
+    assert told["status"] == "done", lines
+    assert told["result"]["weights_sha256"] == undisturbed
+    assert told["result"]["resumed_at"] > 0
+    assert told["attempt"] >= 1
+    assert "queued again" in log.read_text()
 
 
 def test_cancel_saves_and_leaves_no_process_within_20_s(cluster: Cluster, runs: str) -> None:
@@ -163,21 +200,7 @@ def test_cancel_saves_and_leaves_no_process_within_20_s(cluster: Cluster, runs: 
 
 
 def test_a_crash_of_one_rank_fails_the_job_with_its_traceback_last(cluster: Cluster, runs: str) -> None:
-    data = f"{runs}-data"
-    cluster.lab("rm", "-rf", data)
-    make = [
-        "trainer",
-        "data",
-        "make",
-        "drawn-digits",
-        "--out",
-        f"{data}/drawn-digits",
-        "--train",
-        "640",
-        "--test",
-        "64",
-    ]
-    cluster.lab("apptainer", "-q", "exec", "--bind", "/shared", SIF, *make, check=True)
+    data = draw(cluster, runs)
     spoil = (
         "import pathlib, sys\n"
         "path = next(pathlib.Path(sys.argv[1]).rglob('train-labels-idx1-ubyte'))\n"
@@ -197,30 +220,21 @@ def test_a_crash_of_one_rank_fails_the_job_with_its_traceback_last(cluster: Clus
     assert "run failed with exit code 1" in done.stdout
 
 
-def test_hostile_values_arrive_unchanged(cluster: Cluster, runs: str) -> None:
-    values = {f"HOSTILE_{index}": value for index, value in enumerate(HOSTILE.values())}
-    folder = f'{runs}/it\'s, a "data: $HOME" folder'
-    cluster.lab("mkdir", "-p", folder, check=True)
-    cluster.lab("sh", "-c", 'echo inside > "$1/file"', "sh", folder, check=True)
-    words = [f"--env={name}={value}" for name, value in values.items()]
+@pytest.mark.parametrize("where", ["--slurm", "--no-slurm"])
+def test_hostile_values_arrive_unchanged(cluster: Cluster, runs: str, where: str) -> None:
+    values = {f"NCCL_HOSTILE_{index}": value for index, value in enumerate(HOSTILE.values())}  # on record as they are
+    folder = f'{draw(cluster, runs)}/it\'s, a "data: $HOME" folder'
+    cluster.lab("mkdir", folder, check=True)
+    cluster.lab("mv", f"{runs}-data/drawn-digits", folder, check=True)
     hostile_runs = f"{runs}/it's, a $(id) `id` run: folder"
-    done = launch(
-        cluster,
-        hostile_runs,
-        "-j",
-        "1x1",
-        "--name",
-        "run",
-        *words,
-        "--data-dir",
-        folder,
-        "--",
-        "--max-steps",
-        "2",
-        timeout=120,
-    )
+    words = [f"--env={name}={value}" for name, value in values.items()]
+    words += ["--data-dir", folder, "--", "--dataset", "drawn-digits", "--max-steps", "2"]
+    done = launch(cluster, hostile_runs, where, "-j", "1x1", "--name", "run", *words, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert record(cluster, hostile_runs, "run")["status"] == "done"
+    told = record(cluster, hostile_runs, "run")
+    assert told["status"] == "done"
+    arrived = {name: value for name, value in told["environment"]["env"].items() if name in values}
+    assert arrived == values
 
 
 def test_nothing_of_the_host_gets_in(cluster: Cluster, runs: str) -> None:
@@ -261,20 +275,7 @@ def test_gpus_that_slurm_gives_are_handed_in(cluster: Cluster, runs: str) -> Non
 
 
 def test_data_sets_are_copied_to_the_nodes_once(cluster: Cluster, runs: str) -> None:
-    data = f"{runs}-data"
-    make = [
-        "trainer",
-        "data",
-        "make",
-        "drawn-digits",
-        "--out",
-        f"{data}/drawn-digits",
-        "--train",
-        "640",
-        "--test",
-        "64",
-    ]
-    cluster.lab("apptainer", "-q", "exec", "--bind", "/shared", SIF, *make, check=True)
+    data = draw(cluster, runs)
     words = ("-j", "2x2", "--name", "run", "--data-dir", data, "--data-stage")
     done = launch(cluster, runs, *words, "--", "--dataset", "drawn-digits", "--max-steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -396,3 +397,51 @@ def test_make_test_passes_inside_the_sif(cluster: Cluster) -> None:
 def test_a_shell_opens_inside(cluster: Cluster) -> None:
     done = cluster.lab("bash", "-c", "echo 'echo $HOME; pwd; id -u' | invoke singularity-shell --image " + SIF)
     assert done.stdout.split() == ["/home/trainer", "/workspace", "2000"]
+
+
+@pytest.fixture
+def another_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a cluster beside the one of the other tests, and of all that Docker keeps for it."""
+    name = "intermodal-another"
+    monkeypatch.setenv("CLUSTER_NAME", name)
+    monkeypatch.delenv("CLUSTER_NODES", raising=False)
+    assert invoke("slurm-down").returncode == 0
+    yield name
+    assert invoke("slurm-down").returncode == 0
+
+
+def test_a_cluster_of_three_nodes_comes_up_and_leaves_nothing(another_cluster: str) -> None:
+    done = invoke("slurm-up", "--nodes", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    nodes = invoke("slurm-shell", "--", "sinfo", "--noheader", "--partition=main", "--format=%D %T %N")
+    assert nodes.stdout.split() == ["3", "idle", "c[1-3]"]
+    hosts = invoke("slurm-shell", "--", "getent", "hosts", "login", "c1", "c2", "c3").stdout.splitlines()
+    assert len({line.split()[0] for line in hosts}) == 4
+    assert invoke("slurm-shell", "--", "sh", "-c", "exit 7").returncode == 7
+    refused = invoke("slurm-up", "--nodes", "2")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: The cluster has 3 compute nodes, not 2. HINT: invoke slurm-down\n"
+    assert invoke("slurm-down").returncode == 0
+    for kind in (("ps", "--all"), ("network", "ls"), ("volume", "ls")):
+        assert docker(*kind, "--quiet", "--filter", f"name={another_cluster}") == []
+    assert "HINT: invoke slurm-up" in invoke("slurm-shell", "--", "true").stderr
+
+
+def test_a_cluster_that_is_up_is_up_at_once(another_cluster: str) -> None:
+    assert invoke("slurm-up").returncode == 0  # its images are there from now on
+    began = time.monotonic()
+    assert invoke("slurm-up").returncode == 0
+    assert time.monotonic() - began < 5
+    assert invoke("slurm-down").returncode == 0
+    began = time.monotonic()
+    assert invoke("slurm-up").returncode == 0
+    assert time.monotonic() - began < 20
+    assert invoke("slurm-shell", "--", "sinfo", "-h", "-p", "main", "-o", "%D %T").stdout == "2 idle\n"
+
+
+@pytest.mark.parametrize("nodes", ["0", "100", "two"])
+def test_a_number_of_nodes_that_is_none_is_refused(another_cluster: str, nodes: str) -> None:
+    done = invoke("slurm-up", "--nodes", nodes)
+    assert done.returncode == 2
+    assert "HINT: --nodes" in done.stderr
+    assert docker("ps", "--all", "--quiet", "--filter", f"name={another_cluster}") == []
