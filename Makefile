@@ -46,7 +46,7 @@ lint: setup  ## ruff
 types: setup  ## mypy, strict
 	$(PY) -m mypy
 
-bench: setup  ## measure every figure of the README (needs a Docker engine for the image)
+bench: setup  ## measure every figure of the README (needs Docker, build/cluster/intermodal.sif and slurm-up)
 	$(PY) -m benchmarks
 
 lock: setup  ## write the lock files anew (needs uv: pip install uv)

@@ -53,8 +53,8 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
     client = engine.connect()
     _check_buildkit()
     _make_wheel()
-    with _secrets() as secrets:
-        name = _provide_base(base, os_image, secrets)
+    with secrets() as given:
+        name = _provide_base(base, os_image, given)
         found = describe_base(name, client.images.get(name).attrs)
         revision, dirty = git_state()
         arguments = {
@@ -65,7 +65,7 @@ def build(base: str, tag: str, os_image: str, *, target: str = "runtime") -> str
             "REVISION": revision,
             "DIRTY": dirty,
         }
-        _docker_build("containers/Dockerfile", tag, arguments, secrets, target)
+        _docker_build("containers/Dockerfile", tag, arguments, given, target)
     _check_base(client, tag, found)
     return engine.image_id(client, tag)
 
@@ -158,14 +158,14 @@ def _make_wheel() -> None:
 
 
 @contextmanager
-def _secrets() -> Iterator[list[str]]:
+def secrets() -> Iterator[list[str]]:
     """The host's pip settings and certificates as secrets of the build: usable in it, stored nowhere."""
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "pip.conf")
         settings.write_text(pip_settings(shell.output([sys.executable, "-m", "pip", "config", "list"]) or ""))
-        secrets = [f"id=pip.conf,src={settings}"]
+        given = [f"id=pip.conf,src={settings}"]
         bundle = next((os.environ[name] for name in _CERTIFICATES if os.path.isfile(os.environ.get(name, ""))), None)
-        yield secrets + ([f"id=ca.pem,src={bundle}"] if bundle else [])
+        yield given + ([f"id=ca.pem,src={bundle}"] if bundle else [])
 
 
 def pip_settings(listing: str) -> str:

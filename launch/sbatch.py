@@ -104,7 +104,7 @@ def _read(job: Job) -> list[str]:
 
 def _more(job: Job) -> Iterable[str]:
     """What only the node knows, and what --env says about it."""
-    if gpus_of_node(job):
+    if gpus_of_node(job) and "CUDA_VISIBLE_DEVICES" not in dict(job.env):
         yield 'environment+=("CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-}")    # those that Slurm gave'
     if late := [f"{key}={value}" for key, value in job.env if key in _KNOWN_ON_THE_NODE]:
         yield f"environment+=({shell.quote(late)})"

@@ -10,8 +10,8 @@ def up(nodes: str | None = None) -> int:
     """Start the cluster, with its images built as ours are; returns an exit code. Raises UserError without Docker."""
     engine.connect()
     words = [] if nodes is None else ["--nodes", nodes]
-    with images._secrets() as secrets:
-        flags = [os.environ.get("BUILD_FLAGS", ""), *(f"--secret={secret}" for secret in secrets)]
+    with images.secrets() as given:
+        flags = [os.environ.get("BUILD_FLAGS", ""), *(f"--secret={secret}" for secret in given)]
         return cluster("up", *words, BUILD_FLAGS=" ".join(flags).strip())
 
 

@@ -203,7 +203,8 @@ def _check_folders(job: Job) -> None:
     sbatch.directive_value(str(folder))
     if job.data_stage and not os.path.isdir(job.data_dir):
         raise UserError(f"--data-stage, but there is no folder {job.data_dir}.", "--data-dir")
-    if (folder / "run.json").exists() and "--resume" not in " ".join(job.command):
+    resumes = re.search(r"--resume[= ]auto", " ".join(job.command)) or dict(job.env).get("TRAINER_RESUME") == "auto"
+    if (folder / "run.json").exists() and not resumes:
         hint = "-- … --resume auto to go on with it, or another --name"
         raise UserError(f"{folder} already holds a run.", hint)
 

@@ -1,6 +1,7 @@
 """The real thing: a Docker engine must be there, a missing one is a failure and not a skip."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,3 +172,21 @@ def docker(*words: str) -> Sequence[str]:
     """Lines that the docker program prints."""
     program = os.environ.get("DOCKER", "docker")
     return subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@pytest.fixture
+def runs(cluster: Cluster, nobody_stays: None, request: pytest.FixtureRequest) -> str:
+    """A folder for results on the shared file system, empty."""
+    name = re.sub(r"\W+", "-", request.node.name)
+    cluster.lab("rm", "-rf", f"/shared/runs/{name}", check=True)
+    return f"/shared/runs/{name}"
+
+
+@pytest.fixture
+def nobody_stays(cluster: Cluster) -> Iterator[None]:
+    """No job outlives its test, and no process of the user stays on any node."""
+    yield
+    cluster.lab("scancel", "--user=lab")
+    cluster.wake()
+    until(lambda: not cluster.jobs(), "the end of all jobs", 60)
+    until(lambda: not cluster.processes(), "the end of all processes", 20)

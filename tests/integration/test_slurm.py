@@ -1,86 +1,15 @@
 """A real Slurm cluster of two nodes with Apptainer, and a user who is not root."""
 
 import json
-import re
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import HOSTILE
 from tests.integration.conftest import OS_IMAGE, Cluster, docker, invoke, until
-
-SIF = "/shared/intermodal.sif"
-LONG = ("--epochs", "30", "--checkpoint-every", "100")  # about 10 s after the start
-
-
-@pytest.fixture
-def runs(cluster: Cluster, request: pytest.FixtureRequest) -> str:
-    """A folder for results on the shared file system, empty."""
-    name = re.sub(r"\W+", "-", request.node.name)
-    cluster.lab("rm", "-rf", f"/shared/runs/{name}", check=True)
-    return f"/shared/runs/{name}"
-
-
-@pytest.fixture(autouse=True)
-def _nobody_stays(cluster: Cluster) -> Iterator[None]:
-    """No job outlives its test, and no process of the user stays on any node."""
-    yield
-    cluster.lab("scancel", "--user=lab")
-    cluster.wake()
-    until(lambda: not cluster.jobs(), "the end of all jobs", 60)
-    until(lambda: not cluster.processes(), "the end of all processes", 20)
-
-
-def launch(cluster: Cluster, runs: str, *words: str, timeout: float = 240) -> "subprocess.CompletedProcess[str]":
-    """`invoke singularity-run` on the login node."""
-    own = {"--image": SIF, "--runs-dir": runs}
-    given = [word for flag, value in own.items() if flag not in words for word in (flag, value)]
-    return cluster.lab("invoke", "singularity-run", *given, *words, timeout=timeout)
-
-
-def record(cluster: Cluster, runs: str, name: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(cluster.local(f"{runs}/{name}/run.json").read_text())
-    return told
-
-
-def detach(cluster: Cluster, runs: str, *words: str) -> str:
-    """Submit and return the job's number."""
-    done = launch(cluster, runs, "--detach", *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1].rpartition("/")[2]
-
-
-def reach(cluster: Cluster, runs: str, name: str, step: int) -> None:
-    path = cluster.local(f"{runs}/{name}/metrics.jsonl")
-    until(lambda: path.exists() and f'"step": {step},' in path.read_text(), f"step {step}", 120)
-
-
-def finish(cluster: Cluster, runs: str, name: str) -> str:
-    """Follow a run to its end and return its lines."""
-    return cluster.lab("invoke", "logs", "-f", f"slurm://{name}", "--runs-dir", runs, timeout=240).stdout
-
-
-def draw(cluster: Cluster, runs: str) -> str:
-    """A small set of drawn digits on the shared file system; returns its --data-dir."""
-    data = f"{runs}-data"
-    cluster.lab("rm", "-rf", data)
-    make = ["trainer", "data", "make", "drawn-digits", "--train", "640", "--test", "64"]
-    cluster.lab("apptainer", "-q", "exec", "--bind", "/shared", SIF, *make, "--out", f"{data}/drawn-digits", check=True)
-    return data
-
-
-@pytest.fixture(scope="session")
-def undisturbed(cluster: Cluster) -> str:
-    """Weights of LONG on two nodes of two, without any interruption."""
-    runs = "/shared/runs/undisturbed"
-    cluster.lab("rm", "-rf", runs)
-    done = launch(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return str(record(cluster, runs, "run")["result"]["weights_sha256"])
+from tests.integration.slurm import LONG, SIF, detach, draw, finish, launch, reach, record
 
 
 def test_every_layout_gives_the_same_bits_and_a_complete_record(cluster: Cluster, runs: str) -> None:
@@ -114,110 +43,6 @@ def test_docker_and_slurm_give_the_same_bits_from_the_same_image(cluster: Cluste
     assert (here["runtime"], there["runtime"]) == ("docker", "slurm")
     assert here["image"]["id"] == there["image"]["id"]
     assert here["result"]["weights_sha256"] == there["result"]["weights_sha256"]
-
-
-@pytest.mark.parametrize("how", ["scancel --signal=USR1", "scontrol requeue", "a node loses power"])
-def test_an_interrupted_job_goes_on_and_ends_with_the_same_bits(
-    cluster: Cluster, runs: str, how: str, undisturbed: str
-) -> None:
-    job = detach(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    reach(cluster, runs, "run", 110)
-    if how == "a node loses power":
-        cluster.power("kill", "c2")
-        cluster.power("down", "c2")
-        cluster.power("start", "c2")
-    else:
-        cluster.lab(*how.split(), job, check=True)
-    lines = finish(cluster, runs, "run")
-    told = record(cluster, runs, "run")
-    assert told["status"] == "done", lines
-    assert told["result"]["weights_sha256"] == undisturbed
-    assert told["result"]["resumed_at"] >= 100
-    assert (told["attempt"], told["job_id"]) == (1, job)
-    assert "resuming at step" in cluster.local(f"{runs}/run/attempt-1.log").read_text()
-
-
-def test_a_job_gives_way_to_another_and_goes_on_with_the_same_bits(
-    cluster: Cluster, runs: str, undisturbed: str
-) -> None:
-    job = detach(cluster, runs, "-j", "2x2", "--name", "run", "--partition", "scavenger", "--", *LONG)
-    reach(cluster, runs, "run", 110)
-    urgent = ("--partition=main", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 10")
-    cluster.lab("sbatch", "--wait", *urgent, check=True)
-    lines = finish(cluster, runs, "run")
-    told = record(cluster, runs, "run")
-    assert told["status"] == "done", lines
-    assert told["result"]["weights_sha256"] == undisturbed
-    assert told["result"]["resumed_at"] >= 110
-    assert (told["attempt"], told["job_id"]) == (1, job)
-
-
-def test_a_node_that_is_silently_gone_is_noticed_and_the_job_goes_on(
-    cluster: Cluster, runs: str, undisturbed: str
-) -> None:
-    detach(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    reach(cluster, runs, "run", 110)
-    cluster.power("kill", "c2")
-    log = cluster.local(f"{runs}/run/attempt-0.log")
-    until(lambda: "vanished" in log.read_text(), "the head says that a node is gone", 60)
-    assert "node 1 on c2" in log.read_text()
-    cluster.power("start", "c2")
-    lines = finish(cluster, runs, "run")
-    assert record(cluster, runs, "run")["result"]["weights_sha256"] == undisturbed, lines
-
-
-def test_a_job_whose_time_is_over_saves_and_goes_on_with_the_same_bits(
-    cluster: Cluster, runs: str, undisturbed: str
-) -> None:
-    words = ("-j", "1x4", "--time-limit-min", "1", "--signal-s", "10", "--name", "run")
-    job = detach(cluster, runs, *words, "--", *LONG)
-    reach(cluster, runs, "run", 110)
-    node = cluster.lab("squeue", "--noheader", "--format=%N", f"--jobs={job}").stdout.strip()
-    cluster.on(node, "pkill", "-STOP", "-u", "lab", "-f", "bin/trainer")  # the run is slow: its time will not do
-    log = cluster.local(f"{runs}/run/attempt-0.log")
-    until(lambda: "asking the run to save" in log.read_text(), "the request to save", 90)
-    cluster.on(node, "pkill", "-CONT", "-u", "lab", "-f", "bin/trainer")
-    lines = finish(cluster, runs, "run")
-    told = record(cluster, runs, "run")
-    assert told["status"] == "done", lines
-    assert told["result"]["weights_sha256"] == undisturbed
-    assert told["result"]["resumed_at"] > 0
-    assert told["attempt"] >= 1
-    assert "queued again" in log.read_text()
-
-
-def test_cancel_saves_and_leaves_no_process_within_20_s(cluster: Cluster, runs: str) -> None:
-    detach(cluster, runs, "-j", "2x2", "--name", "run", "--", *LONG)
-    reach(cluster, runs, "run", 100)
-    began = time.monotonic()
-    done = cluster.lab("invoke", "cancel", "slurm://run", "--runs-dir", runs)
-    assert done.returncode == 0, done.stderr
-    until(lambda: not cluster.processes(), "no process", 20)
-    assert time.monotonic() - began < 20
-    assert record(cluster, runs, "run")["status"] == "preempted"
-    assert "preempted" in cluster.lab("invoke", "status", "slurm://run", "--runs-dir", runs).stdout
-    assert not cluster.jobs()
-
-
-def test_a_crash_of_one_rank_fails_the_job_with_its_traceback_last(cluster: Cluster, runs: str) -> None:
-    data = draw(cluster, runs)
-    spoil = (
-        "import pathlib, sys\n"
-        "path = next(pathlib.Path(sys.argv[1]).rglob('train-labels-idx1-ubyte'))\n"
-        "content = bytearray(path.read_bytes()); content[8 + 300] = 99; path.write_bytes(content)\n"
-    )
-    cluster.lab("python3", "-c", spoil, data, check=True)
-    began = time.monotonic()
-    done = launch(
-        cluster, runs, "-j", "2x2", "--name", "run", "--data-dir", data, "--", "--dataset", "drawn-digits", timeout=90
-    )
-    assert done.returncode == 1, done.stdout
-    assert time.monotonic() - began < 60
-    log = cluster.local(f"{runs}/run/attempt-0.log").read_text()
-    assert "Traceback" in log
-    assert "first failure: rank " in log.split("Traceback")[-1]
-    assert not cluster.local(f"{runs}/run/attempt-1.log").exists()
-    assert "run failed with exit code 1" in done.stdout
 
 
 @pytest.mark.parametrize("where", ["--slurm", "--no-slurm"])

@@ -31,7 +31,7 @@ def login_node(clone: Path) -> Iterator[None]:
     shared.mkdir(parents=True, exist_ok=True)
     for path in clone.glob("intermodal.sif*"):
         shutil.copy2(path, shared)
-    with images._secrets() as secrets:  # pip of that host needs what pip of this host needs
+    with images.secrets() as secrets:  # pip of that host needs what pip of this host needs
         for name, secret in zip(("pip.conf", "ca.pem"), secrets, strict=False):
             shutil.copy(secret.rpartition("src=")[2], shared / name)
     cluster(clone, "up")
